@@ -1,0 +1,180 @@
+"""The commands: parse, call, exit code. Heavy imports happen inside the command that needs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from seedrl import __version__
+from seedrl.errors import ConfigError, EnvError, SeedrlError
+
+INTERRUPTED = 130
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Centralized inference and learning.")  # fmt: skip
+_debug = False
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value: any field of the configuration by its dotted path")]  # fmt: skip
+ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file, or the bare name of one shipped in configs/")]  # fmt: skip
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks of errors")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+def _help_config(show: bool) -> None:
+    if show:
+        from seedrl.config import help_config
+
+        typer.echo(help_config())
+        raise typer.Exit
+
+
+HelpConfig = Annotated[bool, typer.Option("--help-config", callback=_help_config, is_eager=True, help="print every field with its default and exit")]  # fmt: skip
+
+
+@app.command()
+def train(
+    config: ConfigName,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="where the run is kept; default runs/NAME-TIME")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")] = False,
+    max_steps: Annotated[
+        int | None, typer.Option(help="stop after so many environment steps")
+    ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(help="stop after so many seconds of training")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="run.seed")] = None,
+    help_config: HelpConfig = False,
+) -> None:
+    """Train: engine, learner and workers on this machine, a greedy evaluation at the end."""
+    from seedrl.run import train as run_train
+
+    flags = {"run.max_steps": max_steps, "run.max_seconds": max_seconds, "run.seed": seed}
+    _run(run_train, config, _with_flags(overrides, flags), run_dir, resume)
+
+
+@app.command()
+def serve(
+    config: ConfigName,
+    overrides: Overrides = None,
+    bind: Annotated[str | None, typer.Option(help="unix://PATH where workers attach; default: a socket in the run directory")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="where the run is kept; default runs/NAME-TIME")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")] = False,
+    max_steps: Annotated[int | None, typer.Option(help="stop after so many environment steps")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="stop after so many seconds")] = None,
+    seed: Annotated[int | None, typer.Option(help="run.seed")] = None,
+    help_config: HelpConfig = False,
+) -> None:  # fmt: skip
+    """Start engine and learner, and wait for workers to attach."""
+    from seedrl.run import serve as run_serve
+
+    flags = {"run.max_steps": max_steps, "run.max_seconds": max_seconds, "run.seed": seed}
+    _run(run_serve, config, _with_flags(overrides, flags), bind, run_dir, resume)
+
+
+@app.command()
+def attach(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="unix://PATH of a running server")
+    ],
+    env: Annotated[str, typer.Option(help="Gymnasium id, module:callable, or package:id")],
+    env_kwargs: Annotated[
+        str, typer.Option(help="JSON object of the environment's arguments")
+    ] = "{}",
+    workers: Annotated[int, typer.Option(min=1, help="worker processes")] = 1,
+    envs_per_worker: Annotated[int, typer.Option(min=1, help="environments of each")] = 8,
+    groups: Annotated[
+        int, typer.Option(min=1, help="groups of each: 2 steps one while the other waits")
+    ] = 2,
+    check: Annotated[str, typer.Option(help="strict | warn | off")] = "strict",
+    on_nan: Annotated[str, typer.Option(help="error | drop_episode")] = "error",
+    reconnect_s: Annotated[
+        float, typer.Option(min=0, help="go on trying so long when the server is gone")
+    ] = 60.0,
+) -> None:
+    """Attach environment workers to a running server; Ctrl-C detaches them."""
+    from seedrl.join import attach as join
+
+    try:
+        kwargs = json.loads(env_kwargs)
+    except json.JSONDecodeError as error:
+        raise ConfigError(what=f"not JSON: {error}", where="--env-kwargs", do="give an object, for instance '{\"size\": 3}'") from None  # fmt: skip
+    if not isinstance(kwargs, dict):
+        raise ConfigError(what="not a JSON object", where="--env-kwargs", do="give an object, for instance '{\"size\": 3}'")  # fmt: skip
+    _run(join, address, env, kwargs, workers, envs_per_worker, groups, check, on_nan, reconnect_s)
+
+
+@app.command("eval")
+def evaluate(
+    where: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_RUN_DIR")],
+    episodes: Annotated[int, typer.Option(min=1)] = 100,
+    seed: Annotated[int | None, typer.Option(help="default: the run's")] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy/--sample", help="the most likely action, or a sampled one")
+    ] = True,
+    envs: Annotated[int | None, typer.Option(min=1, help="environments side by side")] = None,
+    video: Annotated[Path | None, typer.Option(help="folder for a film of each episode")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="end with one line of JSON")] = False,
+) -> None:
+    """Play episodes with a checkpoint, through the very step that acts in training."""
+    from seedrl.run import evaluate as run_evaluate
+
+    _run(run_evaluate, where, episodes, seed, greedy, envs, video, as_json)
+
+
+def _with_flags(overrides: list[str] | None, flags: dict[str, Any]) -> list[str]:
+    return [
+        *(overrides or []),
+        *(f"{key}={value}" for key, value in flags.items() if value is not None),
+    ]
+
+
+def _run(command: Callable[..., int], *arguments: Any) -> None:
+    """Ends with the command's own exit code; Ctrl-C is 130, wherever it falls."""
+    try:
+        code = command(*arguments)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def report(error: SeedrlError) -> int:
+    """Prints the error as CLI.md wants it, the first traceback of the environment before it; returns the exit code."""
+    if isinstance(error, EnvError) and error.traceback_text:
+        sys.stderr.write(error.traceback_text.rstrip() + "\n")
+    sys.stderr.write(f"seedrl: {error}\n")
+    return error.exit_code
+
+
+def main() -> None:
+    """Runs the command line; every error is one to three lines, and a traceback only with --debug or in log.txt."""
+    try:
+        app()
+    except SeedrlError as error:
+        if _debug:
+            traceback.print_exc()
+        sys.exit(report(error))
+    except Exception as error:
+        if _debug:
+            traceback.print_exc()
+        sys.stderr.write(f"seedrl: {type(error).__name__}: {error}\n")
+        sys.exit(1)

@@ -1,0 +1,726 @@
+"""The closed configuration: every field with its unit, range and the reason for its default, in one place.
+
+`load_config` reads a YAML file and `key=value` arguments. What is misspelt, of the wrong type or impossible is refused
+with the file's line and the nearest right spelling; `help_config` and `dump_yaml` are made from the same fields.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import annotated_types
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic.functional_validators import AfterValidator
+
+from seedrl.config_yaml import Node, nearest, parse, parse_inline, to_text, value_of
+from seedrl.errors import ConfigError
+
+COMMAND_LINE = "command line"
+_SUFFIXES = (".yaml", ".yml")
+_HERE = Path(__file__).resolve().parent
+
+
+def _plain(value: Any) -> Any:
+    """`value` if YAML and msgpack can carry it and give it back equal; ValueError otherwise."""
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError("keys must be text")
+        for item in value.values():
+            _plain(item)
+    elif isinstance(value, list):
+        for item in value:
+            _plain(item)
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(
+            f"{type(value).__name__} is neither text, number, true, false, null, list nor mapping"
+        )
+    return value
+
+
+Kwargs = Annotated[dict[str, Any], AfterValidator(_plain)]
+Units = Annotated[int, Field(ge=1, le=65_536)]
+
+
+class Section(BaseModel):
+    """A part of the configuration that admits no unknown key, no value of another type and no NaN."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, validate_assignment=True, populate_by_name=True, allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )  # fmt: skip
+
+
+# A table: a field, and below it what it is.
+# fmt: off
+
+
+class Env(Section):
+    """The environment, and what happens when it breaks its word."""
+
+    id: str = Field("CartPole-v1", min_length=1, description=
+        "A Gymnasium id, `module:callable`, or `package:id` where importing the package registers the id. CartPole "
+        "needs nothing installed.")
+    kwargs: Kwargs = Field(default_factory=dict, description=
+        "Keywords of the environment's constructor. None, as most have defaults of their own.")
+    check: Literal["strict", "warn", "off"] = Field("strict", description=
+        "What a trial before the first real step does with a finding. strict, as a broken environment costs hours "
+        "later.")
+    check_steps: int = Field(8, ge=0, le=10_000, description=
+        "Random steps of that trial for each environment; 0 tries none. 8 cost milliseconds and find most faults of "
+        "dtype, shape and reward.")
+    on_nan: Literal["error", "drop_episode"] = Field("error", description=
+        "What a number that is not finite does: it ends the run, or the episode. error, so that no fault goes unseen.")
+    action_mask: str | None = Field(None, min_length=1, description=
+        "Where legal actions stand: `info` for info['action_mask'], or the name of an observation leaf. null finds "
+        "info['action_mask'] by itself.")
+    stats: list[str] = Field(default_factory=list, max_length=64, description=
+        "Keys of info whose numbers go into the metrics at an episode's end. None, as each costs a column.")
+    max_rebuilds: int = Field(3, ge=0, le=1_000_000, description=
+        "Environments that a worker may make anew within rebuild_window_s before the run fails. A few, for rare "
+        "crashes; not a loop of them.")
+    rebuild_window_s: float = Field(60.0, gt=0, le=86_400, description=
+        "Seconds over which max_rebuilds counts. A minute tells a rare crash from a steady one.")
+    reward_clip: float | None = Field(None, gt=0, description=
+        "The learner clips rewards to [-this, this]; metrics show them as they are. null, as clipping changes what is "
+        "optimised.")
+
+
+class Workers(Section):
+    """The processes that step environments."""
+
+    num: int = Field(2, ge=1, le=1024, description=
+        "Worker processes. 2 fit on a small machine; about one for each core left by engine and learner is a good "
+        "start.")
+    envs_per_worker: int = Field(16, ge=1, le=4096, description=
+        "Environments of each worker. 16 make batches worth a forward pass.")
+    groups: int = Field(2, ge=1, le=64, description=
+        "Parts into which a worker's environments fall; one is stepped while another waits for actions. 2 hide that "
+        "wait; 1 saves wake-ups.")
+
+
+class Batching(Section):
+    """When a batch of ready environments is answered."""
+
+    max_batch: int | None = Field(None, ge=1, le=65_536, description=
+        "Most rows of one batch; at least a group of a worker. null takes all that are ready.")
+    min_batch: int = Field(1, ge=1, le=65_536, description=
+        "Rows below which a batch waits for hard_deadline_us instead of max_wait_us. 1, as waiting seldom pays on a "
+        "small machine.")
+    max_wait_us: int = Field(200, ge=0, le=10_000_000, description=
+        "Longest in microseconds that a ready row waits for company. 200 is about the time of one small forward pass.")
+    hard_deadline_us: int = Field(20_000, ge=1, le=60_000_000, description=
+        "Microseconds after which even a batch below min_batch is answered. 20 ms keeps one slow worker from stopping "
+        "the others.")
+    buckets: list[int] = Field(default_factory=list, max_length=64, description=
+        "Padded batch sizes in rows, rising. None: the cpu needs no padding, and no other device is built yet.")
+    max_slots: int | None = Field(None, ge=1, le=65_536, description=
+        "Seats in all. null: what the run itself fills with train, 256 with serve.")
+
+
+class PolicySection(Section):
+    """The network that acts and learns."""
+
+    name: str = Field("default", min_length=1, description=
+        "A registered policy, or `module:callable` of your own. default: encoder, core, policy head and value head.")
+    encoder: Literal["auto", "mlp", "nature", "impala", "nested"] = Field("auto", description=
+        "The network before the core. auto decides by the observation's leaves: mlp for vectors, a CNN for images, "
+        "nested for several.")
+    hidden: list[Units] = Field(default_factory=lambda: [64, 64], max_length=16, description=
+        "Units of each layer of the MLP; the last is also the width behind a small CNN. Two of 64 suit control tasks.")
+    activation: Literal["tanh", "relu", "elu", "gelu", "silu"] = Field("tanh", description=
+        "Between the layers of the MLP. tanh is the steadiest with small networks.")
+    core: Literal["none", "lstm", "gru"] = Field("none", description=
+        "Recurrent part, for tasks that need memory. none, as it costs speed.")
+    core_size: int = Field(128, ge=1, le=16_384, description="Units of the core. 128 remember short episodes.")
+    action_distribution: Literal["squashed", "clipped"] = Field("squashed", description=
+        "How a Gaussian sample enters a bounded box: tanh, or clipping. squashed, as it is smooth at the bounds.")
+    kwargs: Kwargs = Field(default_factory=dict, description="Keywords for a policy of your own. None.")
+
+
+class Engine(Section):
+    """The process that answers environments."""
+
+    device: str = Field("cpu", description="Where the policy acts. cpu is the only one built yet.")
+    threads: int = Field(1, ge=1, le=1024, description=
+        "Torch's threads. 1, as small networks lose more to their handover than they gain.")
+
+
+class Replay(Section):
+    """Where rows wait for the learner."""
+
+    mode: Literal["queue"] = Field("queue", description=
+        "Which unrolls come next. queue: each once, oldest first, as V-trace wants; the only one built yet.")
+    capacity: int | None = Field(None, ge=1, le=1 << 40, description=
+        "Rows that are kept. null: the fewest that never stop the run, and one more batch.")
+    block_length: int | None = Field(None, ge=1, le=65_536, description=
+        "Rows of a block; divides unroll_length and burn_in. null: their greatest common divisor, so the fewest "
+        "blocks.")
+    device: str | None = Field(None, description=
+        "Where rows lie. null: with the learner, on the cpu, the only one built yet.")
+    max_lag: int | None = Field(None, ge=1, le=1_000_000, description=
+        "Acting stops while rows would be learnt from more updates late than this. null: unbounded, as V-trace "
+        "corrects for lag; 1 when run.deterministic.")
+
+
+class Algorithm(Section):
+    """The loss."""
+
+    name: Literal["vtrace"] = Field("vtrace", description=
+        "V-trace actor-critic (IMPALA), which bears some lag; the only one built yet.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount of each step. 0.99 looks some 100 steps ahead.")
+    rho_bar: float = Field(1.0, gt=0, description=
+        "Bound of the ratio in the value target. 1 aims at the value of the policy itself.")
+    c_bar: float = Field(1.0, gt=0, description="Bound of the ratio by which later errors count. 1 keeps variance low.")
+    rho_pg_bar: float = Field(1.0, gt=0, description="Bound of the ratio in the policy's gradient. 1 as in the paper.")
+    lambda_: float = Field(1.0, ge=0, le=1, validation_alias="lambda", serialization_alias="lambda", description=
+        "Weight of longer returns; less than 1 trades variance for bias. 1 as in the paper.")
+    entropy_cost: float = Field(0.01, ge=0, description=
+        "Weight of the entropy bonus. 0.01 keeps a small task exploring.")
+    value_cost: float = Field(0.5, ge=0, description="Weight of the value loss. 0.5 as in the paper.")
+    normalise_advantages: bool = Field(False, description=
+        "Advantages of a batch to mean 0 and deviation 1. false, as V-trace's are scaled by its rewards.")
+
+
+class Learner(Section):
+    """The process that trains."""
+
+    device: str = Field("cpu", description="Where gradients are computed. cpu is the only one built yet.")
+    threads: int = Field(1, ge=1, le=1024, description="Torch's threads. 1, so that engine and workers have cores too.")
+    optimizer: Literal["adam", "rmsprop"] = Field("adam", description=
+        "adam needs the least tuning; rmsprop is IMPALA's.")
+    learning_rate: float = Field(3e-3, gt=0, le=10, description=
+        "Step size at its highest. 3e-3 suits small networks; large ones want 3e-4 or less.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description=
+        "How learning_rate falls to 0 over run.max_steps. constant, as it needs no known end.")
+    warmup_updates: int = Field(0, ge=0, le=1_000_000_000, description=
+        "Updates over which learning_rate rises from 0. 0, as small networks need none.")
+    adam_eps: float = Field(1e-5, gt=0, le=1, description=
+        "Adam's epsilon. 1e-5 is steadier than Torch's 1e-8 when gradients are small.")
+    rmsprop_alpha: float = Field(0.99, ge=0, lt=1, description="RMSProp's decay. 0.99 as in the paper.")
+    rmsprop_eps: float = Field(0.01, gt=0, le=10, description="RMSProp's epsilon. 0.01 as in the paper.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description=
+        "Gradients longer than this are shortened to it; null leaves them. 1 tames rare large returns.")
+    batch_size: int = Field(16, ge=1, le=65_536, description=
+        "Unrolls of an update. 16 unrolls of 16 steps are 256 transitions.")
+    unroll_length: int = Field(16, ge=1, le=65_536, description=
+        "Transitions of an unroll. 16 keep data fresh; longer ones need fewer bootstrap values.")
+    burn_in: int = Field(0, ge=0, le=65_536, description=
+        "Rows before an unroll that only warm the recurrent state. 0, as states are stored.")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description=
+        "Of the forward pass in training. float32, as few CPUs are quicker with bfloat16.")
+
+
+class EvaluationSection(Section):
+    """Episodes that are played and never learnt from."""
+
+    slots: int = Field(0, ge=0, le=4096, description=
+        "Environments that are evaluated while training goes on. 0, as they take the time of others.")
+    episodes: int = Field(100, ge=0, le=1_000_000, description=
+        "Episodes played at the end of training; 0 plays none. 100 make the mean's error small.")
+    every_s: float = Field(0.0, ge=0, le=86_400, description=
+        "Seconds between evaluations in training. 0: evaluation slots play all the time, the only way built yet.")
+    greedy: bool = Field(True, description=
+        "The most likely action instead of a sampled one. true shows what was learnt without noise.")
+    envs_per_worker: int = Field(16, ge=1, le=4096, description=
+        "Environments that play at the same time at the end. 16 share a forward pass.")
+
+
+class Run(Section):
+    """The run's length, seed and records."""
+
+    seed: int = Field(1, ge=0, le=2**63 - 1, description=
+        "Of environments, weights and samples. Any will do; a fixed one lets runs be compared.")
+    deterministic: bool = Field(False, description=
+        "The same numbers in every run with one worker, at some speed. false, as speed is the point.")
+    max_steps: int | None = Field(None, ge=1, le=1 << 60, description=
+        "Environment steps after which training ends. null: no such end.")
+    max_seconds: float | None = Field(None, gt=0, le=1e9, description=
+        "Seconds of training after which it ends. null: no such end.")
+    stop_at_return: float | None = Field(None, description=
+        "Mean return of the last 100 training episodes at which training ends. null: no such end.")
+    checkpoint_every_s: float = Field(60.0, gt=0, le=1e9, description=
+        "Seconds between checkpoints. A minute's work is cheap to lose.")
+    keep: int = Field(3, ge=1, le=100_000, description="Checkpoints that are kept, newest first. 3 leave a way back.")
+    log_every_s: float = Field(1.0, gt=0, le=86_400, description=
+        "Seconds between lines of metrics.jsonl. 1 is lively and small.")
+    dir: str | None = Field(None, min_length=1, description="Where the run is kept. null: runs/NAME-TIME.")
+
+
+# fmt: on
+
+
+class Config(Section):
+    """A complete configuration; sections as in YAML. A contradiction between fields raises ConfigError."""
+
+    env: Env = Field(default_factory=Env)
+    workers: Workers = Field(default_factory=Workers)
+    batching: Batching = Field(default_factory=Batching)
+    policy: PolicySection = Field(default_factory=PolicySection)
+    engine: Engine = Field(default_factory=Engine)
+    replay: Replay = Field(default_factory=Replay)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    learner: Learner = Field(default_factory=Learner)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    run: Run = Field(default_factory=Run)
+
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Config:
+        for keys, what, do in contradictions(self):
+            raise ConfigError(what=what, where=", ".join(keys), do=do)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every value is the same, wherever it came from."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    def where(self, key: str) -> str:
+        """`key` with the file and line, or the argument, that set it; alone when nothing did."""
+        return _at(self._places.get(key), key)
+
+
+# ------------------------------------------------------------------------------------------------------ cross checks
+
+
+def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """What cannot be, field against field: (keys concerned, what is wrong, what to do)."""
+    workers, batching, learner = config.workers, config.batching, config.learner
+    for section, device in (
+        ("engine", config.engine.device),
+        ("learner", learner.device),
+        ("replay", config.replay.device),
+    ):
+        if device not in (None, "cpu"):
+            what = f"{section}.device {device!r} is not built yet in this version"
+            yield (f"{section}.device",), what, "use cpu"
+    if batching.max_batch is not None and batching.min_batch > batching.max_batch:
+        what = f"min_batch {batching.min_batch} is more than max_batch {batching.max_batch}"
+        do = f"lower min_batch, or raise max_batch to {batching.min_batch} or more"
+        yield ("batching.min_batch", "batching.max_batch"), what, do
+    if batching.buckets:
+        yield (
+            ("batching.buckets",),
+            "padded batches are not built yet: the cpu needs none",
+            "leave buckets empty",
+        )
+    if workers.envs_per_worker % workers.groups:
+        what = f"{workers.envs_per_worker} environments cannot be shared out evenly over {workers.groups} groups"
+        up = -(-workers.envs_per_worker // workers.groups) * workers.groups
+        yield (
+            ("workers.groups", "workers.envs_per_worker"),
+            what,
+            f"set envs_per_worker to {up}, or groups to 1",
+        )
+    block = config.replay.block_length
+    for name, length in (("unroll_length", learner.unroll_length), ("burn_in", learner.burn_in)):
+        if block is not None and length % block:
+            what = f"block_length {block} does not divide {name} {length}"
+            do = "leave block_length out, or choose a divisor of unroll_length and burn_in"
+            yield ("replay.block_length", f"learner.{name}"), what, do
+    unroll_rows, capacity = learner.batch_size * learner.unroll_length, config.replay.capacity
+    if capacity is not None and capacity < unroll_rows:
+        what = f"replay.capacity {capacity} rows hold no batch of {learner.batch_size} x {learner.unroll_length}"
+        yield (
+            ("replay.capacity", "learner.batch_size"),
+            what,
+            f"set more than {unroll_rows} rows, or leave it out",
+        )
+    if config.run.deterministic and workers.num != 1:
+        what = f"a deterministic run has one worker, not {workers.num}: the order in which several come in is chance"
+        yield (
+            ("run.deterministic", "workers.num"),
+            what,
+            "set workers.num to 1, or run.deterministic to false",
+        )
+    if learner.schedule != "constant" and config.run.max_steps is None:
+        what = f"a {learner.schedule} schedule needs to know the end of the run"
+        yield ("learner.schedule",), what, "set run.max_steps, or the schedule to constant"
+    if config.evaluation.every_s:
+        what = "evaluations at intervals are not built yet"
+        do = "leave every_s out; evaluation.slots play all the time, evaluation.episodes at the end"
+        yield ("evaluation.every_s",), what, do
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configurations that come with seedrl, by bare name (beside the package, in a wheel inside it)."""
+    for folder in (_HERE / "configs", _HERE.parent / "configs"):
+        found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+        if found:
+            return found
+    return {}
+
+
+def load_config(name_or_path: str, overrides: list[str]) -> Config:
+    """The configuration of a YAML file, or of the bare name of a shipped one, changed by `key=value` arguments.
+
+    Raises: ConfigError with the file's line, or the argument, and the nearest right spelling."""
+    path = _find(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(
+            what="the file is no text in UTF-8", where=str(path), do="save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            what=f"cannot read it: {error.strerror}", where=str(path), do="give a YAML file"
+        ) from None
+    root = parse(text, path.name)
+    if root.kind == "scalar" and root.plain and root.text in ("", "~", "null"):
+        root = Node("mapping", root.where)
+    if root.kind != "mapping":
+        raise ConfigError(
+            what=f"a configuration is a mapping of sections, not a {root.kind}",
+            where=root.where,
+            do="write `section:`, its keys indented below",
+        )
+    for argument in overrides:
+        _override(root, argument)
+    return _validated(root)
+
+
+def _find(name: str) -> Path:
+    shipped = shipped_configs()
+    path = Path(name)
+    if name in shipped:
+        return shipped[name]
+    if path.is_file():
+        return path
+    if path.suffix in _SUFFIXES or len(path.parts) > 1:
+        near = nearest(
+            path.name,
+            [beside.name for beside in path.parent.glob("*") if beside.suffix in _SUFFIXES],
+        )
+        do = (
+            f"did you mean {path.parent / near}?"
+            if near
+            else f"give a YAML file, or one of {', '.join(shipped)}"
+        )
+        raise ConfigError(what=f"there is no file '{name}'", where=COMMAND_LINE, do=do)
+    near = nearest(name, shipped)
+    listed = ", ".join(shipped) or "none"
+    do = (
+        f"did you mean {near}? shipped: {listed}"
+        if near
+        else f"give a YAML file, or one of those shipped: {listed}"
+    )
+    raise ConfigError(what=f"there is no configuration '{name}'", where=COMMAND_LINE, do=do)
+
+
+def _override(root: Node, argument: str) -> None:
+    """Sets one `key=value` in the tree."""
+    where = f"{COMMAND_LINE}: {argument}"
+    key, equals, text = argument.partition("=")
+    if not equals or not key:
+        raise ConfigError(
+            what=f"'{argument}' is no key=value",
+            where=COMMAND_LINE,
+            do="write it as in learner.learning_rate=3e-4, without blanks around =",
+        )
+    parts = key.split(".")
+    section = _SECTIONS.get(parts[0])
+    if section is None or (len(parts) > 1 and parts[1] not in section):
+        raise _unknown(where, parts[0] if section is None else f"{parts[0]}.{parts[1]}", key)
+    if len(parts) == 1:
+        given = parse(text, where, numbered=False)
+        if given.kind != "mapping":
+            raise ConfigError(
+                what=f"{key} is a section, not a value",
+                where=where,
+                do=f"name a key, as in {key}.{next(iter(section))}=...",
+            )
+        for name, value in given.entries.items():
+            if name not in section:
+                raise _unknown(where, f"{key}.{name}", f"{key}.{name}")
+            _put(root, [key, name], value, where)
+        return
+    annotation = section[parts[1]].annotation
+    if len(parts) > 2 and not _is_mapping(annotation):
+        raise ConfigError(
+            what=f"{'.'.join(parts[:2])} has no keys of its own",
+            where=where,
+            do=f"write {'.'.join(parts[:2])}=VALUE",
+        )
+    value = parse_inline(text, where, annotation if len(parts) == 2 else Any)
+    _put(root, parts, value, where)
+
+
+def _put(root: Node, parts: list[str], value: Node, where: str) -> None:
+    node = root
+    for part in parts[:-1]:
+        child = node.entries.get(part)
+        if child is None or child.kind != "mapping":
+            child = Node("mapping", where)
+            node.entries[part] = child
+            node.key_where.setdefault(part, where)
+        node = child
+    node.entries[parts[-1]] = value
+    node.key_where[parts[-1]] = where
+
+
+def _validated(root: Node) -> Config:
+    values: dict[str, dict[str, Any]] = {}
+    places: dict[str, str] = {}
+    for name, node in root.entries.items():
+        where = root.key_where[name]
+        if name not in _SECTIONS:
+            raise _unknown(where, name, name)
+        if node.kind == "scalar" and node.plain and node.text in ("", "~", "null"):
+            continue
+        if node.kind != "mapping":
+            first = next(iter(_SECTIONS[name]))
+            raise ConfigError(
+                what=f"{name} is a section, not a {node.kind}",
+                where=f"{where} {name}",
+                do=f"write its keys indented below it, as in `{first}: ...`",
+            )
+        values[name] = {}
+        for key, child in node.entries.items():
+            path, key_where = f"{name}.{key}", node.key_where[key]
+            field = _SECTIONS[name].get(key)
+            if field is None:
+                raise _unknown(key_where, path, path)
+            _note_places(child, path, key_where, places)
+            values[name][key] = value_of(child, field.annotation, path)
+    try:
+        config = Config.model_validate(values)
+    except ConfigError as error:
+        keys = error.where.split(", ")
+        given = [key for key in keys if key in places]  # an argument before a line: it came last
+        argued = [key for key in given if places[key].startswith(COMMAND_LINE)]
+        key = (argued + given + keys)[0]
+        raise ConfigError(what=error.what, where=_at(places.get(key), key), do=error.do) from None
+    except ValidationError as error:
+        raise _wrong_value(error, places) from None
+    config._places = places
+    return config
+
+
+def _note_places(node: Node, path: str, where: str, places: dict[str, str]) -> None:
+    places[path] = where
+    for name, child in node.entries.items():
+        _note_places(child, f"{path}.{name}", node.key_where[name], places)
+    for index, child in enumerate(node.items):
+        _note_places(child, f"{path}[{index}]", child.where, places)
+
+
+def _wrong_value(error: ValidationError, places: dict[str, str]) -> ConfigError:
+    """The first fault that pydantic found, in our words and at its line."""
+    fault = error.errors(include_url=False)[0]
+    section, key, *deeper = fault["loc"]
+    path = f"{section}.{key}"
+    item = path + "".join(f"[{part}]" for part in deeper if isinstance(part, int))
+    field = _SECTIONS[str(section)][str(key)]
+    given = fault["input"]
+    takes = (
+        _takes(field.annotation, field) if item == path else _takes(_item_type(field.annotation))
+    )
+    shown = repr(given) if isinstance(given, str) else to_text(given)
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    near = nearest(given, _choices(field.annotation)) if isinstance(given, str) else None
+    default = to_text(field.get_default(call_default_factory=True))
+    do = f"did you mean {near}?" if near else f"the default is {default}"
+    return ConfigError(
+        what=f"{item} {shown} is not {takes}",
+        where=_at(places.get(item) or places.get(path), item),
+        do=do,
+    )
+
+
+def _at(place: str | None, key: str) -> str:
+    """File and line with the key, or the argument, which names it already."""
+    if place is None:
+        return key
+    return place if place.startswith(COMMAND_LINE) else f"{place} {key}"
+
+
+def _unknown(where: str, path: str, shown: str) -> ConfigError:
+    """A key or section that does not exist, with what was meant, if anything is near."""
+    section, _, key = path.partition(".")
+    at = _at(where, path)
+    if section not in _SECTIONS:
+        word = shown.rpartition(".")[2] if where.startswith(COMMAND_LINE) else section
+        near_section = nearest(section, _SECTIONS)
+        holders = [name for name, fields in _SECTIONS.items() if section in fields]
+        if near_section and word != section:
+            near_key = (
+                word if word in _SECTIONS[near_section] else nearest(word, _SECTIONS[near_section])
+            )
+            do = f"did you mean {near_section}.{near_key or word}?"
+        elif holders:
+            do = "did you mean " + " or ".join(f"{name}.{section}" for name in holders) + "?"
+        elif near_section:
+            do = f"did you mean {near_section}?"
+        else:
+            near_path = _nearest_path(section)
+            do = (
+                f"did you mean {near_path}?"
+                if near_path
+                else f"sections are {', '.join(_SECTIONS)}"
+            )
+        return ConfigError(what=f"there is no section {section!r}", where=at, do=do)
+    holders = [name for name, fields in _SECTIONS.items() if key in fields]
+    near = nearest(key, _SECTIONS[section])
+    if holders:
+        what = (
+            f"{section} has no key {key!r}; "
+            + " and ".join(holders)
+            + (" has" if len(holders) == 1 else " have")
+        )
+        do = "write it as " + " or ".join(f"{name}.{key}" for name in holders)
+        return ConfigError(what=what, where=at, do=do)
+    if near is None:
+        near_path = _nearest_path(key)
+        do = (
+            f"did you mean {near_path}?"
+            if near_path
+            else f"its keys are {', '.join(_SECTIONS[section])}"
+        )
+    else:
+        do = f"did you mean {section}.{near}?"
+    return ConfigError(what=f"{section} has no key {key!r}", where=at, do=do)
+
+
+def _nearest_path(word: str) -> str | None:
+    by_key = {key: f"{name}.{key}" for name, fields in _SECTIONS.items() for key in fields}
+    near = nearest(word, by_key)
+    return None if near is None else by_key[near]
+
+
+# ---------------------------------------------------------------------------------------------------- words and dumps
+
+
+def _fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Fields by the name that they have in YAML."""
+    return {
+        field.serialization_alias or name: field for name, field in section.model_fields.items()
+    }
+
+
+_SECTIONS: dict[str, dict[str, FieldInfo]] = {
+    name: _fields(typing.cast(type[BaseModel], field.annotation))
+    for name, field in Config.model_fields.items()
+}
+
+
+def _members(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is Annotated:
+        return _members(typing.get_args(annotation)[0])
+    parts = (
+        typing.get_args(annotation) if type(None) in typing.get_args(annotation) else (annotation,)
+    )
+    return list(parts)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return any(typing.get_origin(member) is dict for member in _members(annotation))
+
+
+def _choices(annotation: Any) -> list[str]:
+    return [
+        choice
+        for member in _members(annotation)
+        if typing.get_origin(member) is Literal
+        for choice in typing.get_args(member)
+    ]
+
+
+def _item_type(annotation: Any) -> Any:
+    """The type of a list's items."""
+    return next(
+        (
+            typing.get_args(member)[0]
+            for member in _members(annotation)
+            if typing.get_origin(member) is list
+        ),
+        Any,
+    )
+
+
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+_NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _takes(annotation: Any, field: FieldInfo | None = None) -> str:
+    """What a field admits, in words: `a whole number from 1 to 1024, or null`."""
+    members = _members(annotation)
+    words = []
+    for member in members:
+        if member in (type(None), Any):
+            continue
+        origin = typing.get_origin(member)
+        if origin is Literal:
+            choices = [str(choice) for choice in typing.get_args(member)]
+            words.append(choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}")
+        elif origin is list:
+            words.append(f"a list of {_PLURALS[_members(typing.get_args(member)[0])[0]]}")
+        elif origin is dict:
+            words.append("a mapping with text as keys")
+        else:
+            words.append(_NOUNS[member])
+    text = " or ".join(words) or "plain"
+    if field is None and typing.get_origin(annotation) is Annotated:
+        field = next(
+            (extra for extra in typing.get_args(annotation) if isinstance(extra, FieldInfo)), None
+        )
+    if field is not None:
+        text += _range(field.metadata)
+    return text + (", or null" if type(None) in members else "")
+
+
+def _range(metadata: list[Any]) -> str:
+    words = []
+    for limit in metadata:
+        if isinstance(limit, annotated_types.Ge):
+            words.append(f"of at least {_short(limit.ge)}")
+        elif isinstance(limit, annotated_types.Gt):
+            words.append(f"more than {_short(limit.gt)}")
+        elif isinstance(limit, annotated_types.Le):
+            words.append(f"at most {_short(limit.le)}")
+        elif isinstance(limit, annotated_types.Lt):
+            words.append(f"less than {_short(limit.lt)}")
+        elif isinstance(limit, annotated_types.MinLen):
+            words.append("that is not empty")
+        elif isinstance(limit, annotated_types.MaxLen):
+            words.append(f"at most {limit.max_length} long")
+    if len(words) == 2 and words[0].startswith("of at least ") and words[1].startswith("at most "):
+        return f" from {words[0][12:]} to {words[1][8:]}"
+    return " " + " and ".join(words) if words else ""
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def dump_yaml(config: Config) -> str:
+    """Every field of every section; `load_config` reads it back equal."""
+    lines = []
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        lines.append(f"{name}:")
+        for key, value in section.model_dump(by_alias=True).items():
+            lines.append(f"  {key}: {to_text(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def help_config() -> str:
+    """Every field: what it takes, its default, its unit, range and the reason for the default."""
+    lines = []
+    for name, field in Config.model_fields.items():
+        section = typing.cast(type[BaseModel], field.annotation)
+        lines.append(f"{name}: {(section.__doc__ or '').strip()}")
+        for key, info in _SECTIONS[name].items():
+            default = to_text(info.get_default(call_default_factory=True))
+            lines.append(f"  {name}.{key} = {default}    ({_takes(info.annotation, info)})")
+            lines.append(f"      {info.description}")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

@@ -1,0 +1,431 @@
+"""The engine process: wait, batch, step, answer, append. Nothing else runs in it.
+
+`python -m seedrl.engine.loop --channel FD`: everything it needs comes as one message of the supervisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from seedrl import host
+from seedrl.config import Config
+from seedrl.engine.batcher import Reason, Rule, choose, reason_to_fire, us_until_fire
+from seedrl.engine.step import PolicyStep, state_leaves
+from seedrl.errors import RunError, SeedrlError
+from seedrl.policy.base import Heads, make_policy
+from seedrl.spec import EnvSpec
+from seedrl.store.blocks import BlockStorage
+from seedrl.store.board import Board
+from seedrl.store.checkpoint import load_checkpoint
+from seedrl.store.plan import StorePlan
+from seedrl.store.replay import ReplayWriter
+from seedrl.store.weights import Subscriber, WeightsLayout
+from seedrl.transport import doorbell
+from seedrl.transport.channel import Channel
+from seedrl.transport.slab import (
+    BASE,
+    DOOR_EPOCH,
+    DOOR_LINE,
+    EVALUATION,
+    GENERATION,
+    LEASED,
+    PHASE,
+    PUBLISHED_NS,
+    RTT_NS,
+    SAID_BYE,
+    SEQUENCE,
+    SIZE,
+    START,
+    STEP_NS,
+    SUPERVISOR_LINE,
+    Phase,
+    Slab,
+    SlabLayout,
+)
+
+
+@dataclass
+class Ready:
+    """A batch that fires: groups and rows, in the same order."""
+
+    groups: np.ndarray  # int64 [G]
+    rows: np.ndarray  # int64 [B], slots
+    evaluation: np.ndarray | None  # int64: positions in `rows`; None when there are none
+    training: np.ndarray | None  # int64: the other positions; None when that is all of them
+    reason: Reason
+    oldest_ns: int
+
+
+class Seating:
+    """The engine's own view of the leases: which groups live, where their rows are."""
+
+    def __init__(self, slab: Slab) -> None:
+        groups = slab.layout.num_groups
+        self.slab = slab
+        self.generation = np.zeros(groups, np.int64)
+        self.size = np.zeros(groups, np.int64)  # 0: nobody there
+        self.evaluation = np.zeros(groups, bool)
+        self.answered = np.full(
+            groups, np.iinfo(np.int64).max, np.int64
+        )  # what nobody asks beyond: not live
+        self.rows: list[np.ndarray] = [np.zeros(0, np.int64)] * groups
+        self.epoch = -1
+
+    @property
+    def live(self) -> int:
+        return int(self.size.sum())
+
+    @property
+    def live_training(self) -> int:
+        return int(self.size[~self.evaluation].sum())
+
+    def update(self) -> list[tuple[np.ndarray, bool, bool]]:
+        """Follows the door's table; returns (slots, evaluation, said bye) of each lease that ended."""
+        lease, ended = self.slab.lease, []
+        self.epoch = int(self.slab.control[DOOR_LINE, DOOR_EPOCH])
+        for group in np.flatnonzero(
+            (lease[:, GENERATION] != self.generation) | (lease[:, LEASED] == 0)
+        ).tolist():
+            line = lease[group]
+            if self.size[group]:
+                ended.append((self.rows[group], bool(self.evaluation[group]), bool(line[SAID_BYE])))
+                self.size[group], self.answered[group] = 0, np.iinfo(np.int64).max
+                self.slab.drained[group, 0] = self.generation[group]
+            if line[LEASED]:
+                self.generation[group], self.size[group] = line[GENERATION], line[SIZE]
+                self.evaluation[group] = bool(line[EVALUATION])
+                self.answered[group] = self.slab.answered[group, SEQUENCE] = line[BASE]
+                self.rows[group] = np.arange(line[START], line[START] + line[SIZE])
+            elif (
+                line[GENERATION] > self.slab.drained[group, 0]
+            ):  # leased and ended between two looks
+                self.generation[group] = self.slab.drained[group, 0] = line[GENERATION]
+        return ended
+
+
+class Engine:
+    """The loop over one slab. `step` reads like the architecture."""
+
+    def __init__(
+        self, slab: Slab, bell: int, doors: list[int], board: Board, policy_step: PolicyStep, rule: Rule,
+        writer: ReplayWriter | None, subscriber: Subscriber | None, admission: tuple[int, int] | None,
+    ) -> None:  # fmt: skip
+        self.slab, self.bell, self.doors, self.board = slab, bell, doors, board
+        self.policy_step, self.rule, self.writer, self.subscriber = (
+            policy_step,
+            rule,
+            writer,
+            subscriber,
+        )
+        self.seating = Seating(slab)
+        self.version = 0
+        self._admission = admission  # (max_lag, batch_size), or None
+        self._first_version: int | None = None
+        self._in_episode = np.zeros(slab.layout.num_slots, bool)
+        self._asked = slab.asked[:, SEQUENCE]
+        self._answered = slab.answered[:, SEQUENCE]
+        self._phase = Phase.WAIT
+        self._blocked_since: dict[str, int] = {}
+
+    def step(self) -> bool:
+        """One batch; False when the supervisor wants the engine to end."""
+        ready = self.wait()
+        if ready is None:
+            return False
+        self._new_weights()
+        t0 = time.monotonic_ns()
+        cpu0 = time.thread_time_ns()
+        self.policy_step.ingest(ready.rows)
+        self._count(ready)
+        t1 = time.monotonic_ns()
+        self.policy_step.forward(ready.rows, ready.evaluation)
+        t2 = time.monotonic_ns()
+        self.answer(ready)
+        t3 = time.monotonic_ns()
+        self.append(ready)
+        t4 = time.monotonic_ns()
+        self._measure(ready, (t0, t1, t2, t3, t4), time.thread_time_ns() - cpu0)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ wait
+
+    def wait(self) -> Ready | None:
+        """Sleeps until a batch fires; None when it is time to end."""
+        seating, slab, bell = self.seating, self.slab, self.bell
+        while True:
+            if slab.control[DOOR_LINE, DOOR_EPOCH] != seating.epoch:
+                self._reseat()
+            if slab.control[SUPERVISOR_LINE, PHASE] != self._phase and not self._enter_phase():
+                return None
+            timeout_us: float | None = None
+            groups = np.flatnonzero(self._asked > seating.answered)
+            if groups.size:
+                groups, live = self._eligible(groups)
+            if groups.size:
+                published, sizes = slab.asked[groups, PUBLISHED_NS], seating.size[groups]
+                count, oldest_ns = int(sizes.sum()), int(published.min())
+                oldest_us = (time.monotonic_ns() - oldest_ns) * 1e-3
+                reason = reason_to_fire(count, live, oldest_us, self.rule)
+                if reason is not None:
+                    chosen = choose(published, sizes, self.rule.max_batch)
+                    ready = self._take(groups[chosen], reason, oldest_ns)
+                    if ready is not None:
+                        return ready
+                else:
+                    timeout_us = us_until_fire(count, oldest_us, self.rule)
+            doorbell.wait(bell, timeout_us)
+
+    def _eligible(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
+        """The ready groups that may be answered in this phase, and the live rows that they are weighed against."""
+        if self._phase == Phase.ACT and not self._held_back():
+            return groups, self.seating.live
+        if self._phase == Phase.WAIT:
+            return groups[:0], 0
+        evaluation = self.seating.evaluation
+        return groups[evaluation[groups]], int(self.seating.size[evaluation].sum())
+
+    def _held_back(self) -> bool:
+        """Whether the bound on lag stops acting: unrolls made so far against versions published."""
+        if self._admission is None or self.writer is None or self._first_version is None:
+            return False
+        max_lag, batch_size = self._admission
+        published = self.writer.version - self._first_version
+        held = self.writer.unrolls >= (published + max_lag) * batch_size
+        self._blocked("blocked_lag_ns", held)
+        return held
+
+    def _take(self, groups: np.ndarray, reason: Reason, oldest_ns: int) -> Ready | None:
+        """The batch of these groups; without those for whose rows replay has no room, None when that leaves none."""
+        rows, evaluation, training = self._rows(groups)
+        if self.writer is not None and (training is None or training.size):
+            room = self.writer.room_for(rows if training is None else rows[training])
+            if not room or self._blocked_since:
+                self._blocked("blocked_room_ns", not room)
+            if not room:
+                groups = groups[self.seating.evaluation[groups]]
+                if not groups.size:
+                    return None
+                rows, evaluation, training = self._rows(groups)
+        return Ready(groups, rows, evaluation, training, reason, oldest_ns)
+
+    def _rows(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        parts = [self.seating.rows[group] for group in groups.tolist()]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        flags = self.seating.evaluation[groups]
+        if not flags.any():
+            return rows, None, None
+        each = np.repeat(flags, self.seating.size[groups])
+        return rows, np.flatnonzero(each), np.flatnonzero(~each)
+
+    def _blocked(self, counter: str, blocked: bool) -> None:
+        """Adds up the time during which `counter` names the reason that actors wait."""
+        now = time.monotonic_ns()
+        since = self._blocked_since.pop(counter, None)
+        if since is not None:
+            self.board.add(counter, now - since)
+        if blocked:
+            self._blocked_since[counter] = now
+
+    def _reseat(self) -> None:
+        for slots, evaluation, said_bye in self.seating.update():
+            if not evaluation:
+                self._drop(slots, "detached" if said_bye else "worker_died")
+        self.board.set("live_slots", self.seating.live)
+
+    def _drop(self, slots: np.ndarray, reason: str) -> None:
+        """Ends the runs of these slots: their unfinished unrolls are dropped, their open episodes marked as broken off."""
+        if self.writer is not None:
+            self.board.add(f"dropped_{reason}", self.writer.discard(slots))
+        self.board.add("interrupted_episodes", int(np.count_nonzero(self._in_episode[slots])))
+        self._in_episode[slots] = False
+
+    def _enter_phase(self) -> bool:
+        phase = Phase(int(self.slab.control[SUPERVISOR_LINE, PHASE]))
+        if self._phase == Phase.ACT and phase != Phase.ACT:
+            seating = self.seating
+            for group in np.flatnonzero((seating.size > 0) & ~seating.evaluation).tolist():
+                self._drop(seating.rows[group], "shutdown")
+        if phase == Phase.ACT and self._first_version is None and self.writer is not None:
+            self._first_version = self.writer.version
+        self._phase = phase
+        self.board.set("acting", int(phase))
+        return phase != Phase.EXIT
+
+    # ---------------------------------------------------------------------------------------------------- the batch
+
+    def _new_weights(self) -> None:
+        if self.subscriber is not None:
+            version = self.subscriber.poll(self.policy_step.policy)
+            if version is not None:
+                self.version = version
+                self.board.set("policy_version", version)
+
+    def _count(self, ready: Ready) -> None:
+        """Counts batch, rows and environment steps, and logs the episodes that end in this batch (before the rows are given back)."""
+        rows, slab = ready.rows, self.slab
+        flags = self.policy_step.flags[: rows.size]
+        ended = (flags[:, 0] | flags[:, 1]) != 0
+        first = flags[:, 2] != 0
+        if ended.any():
+            at = np.flatnonzero(ended)
+            slots = rows[at]
+            evaluation = np.zeros(rows.size, bool)
+            if ready.evaluation is not None:
+                evaluation[ready.evaluation] = True
+            self.board.log_episodes(
+                slots, evaluation[at], slab.episode_return[slots], slab.episode_length[slots], self.version,
+                slab.stats[slots],
+            )  # fmt: skip
+        interrupted = int(np.count_nonzero(flags[:, 3]))
+        if interrupted:
+            self.board.add("interrupted_episodes", interrupted)
+        self._in_episode[rows] = ~ended
+        self.board.add("batches", 1)
+        self.board.add(_FIRED[ready.reason], 1)
+        if ready.training is None:
+            self.board.add("rows_acted", rows.size)
+            self.board.add("env_steps", rows.size - int(np.count_nonzero(first)))
+        else:
+            self.board.add("rows_acted", ready.training.size)
+            self.board.add("evaluation_rows", rows.size - ready.training.size)
+            self.board.add(
+                "env_steps", ready.training.size - int(np.count_nonzero(first[ready.training]))
+            )
+
+    def answer(self, ready: Ready) -> None:
+        """Actions into the slab, sequence numbers after them, a ring for each group."""
+        self.policy_step.answer(ready.rows)
+        asked = self._asked[ready.groups]
+        self.seating.answered[ready.groups] = asked
+        self._answered[ready.groups] = asked
+        for group in ready.groups.tolist():
+            os.eventfd_write(self.doors[group], 1)
+
+    def append(self, ready: Ready) -> None:
+        if self.writer is None or (ready.training is not None and not ready.training.size):
+            return
+        columns, states = self.policy_step.columns(ready.rows.size, self.version, ready.training)
+        slots = ready.rows if ready.training is None else ready.rows[ready.training]
+        self.board.add("rows_stored", self.writer.append(slots, columns, states))
+
+    def _measure(self, ready: Ready, times: tuple[int, ...], cpu_ns: int) -> None:
+        board = self.board
+        histograms = board.histograms
+        t0, t1, t2, t3, t4 = times
+        histograms["wait_ns"].add(t0 - ready.oldest_ns)
+        histograms["ingest_ns"].add(t1 - t0)
+        histograms["forward_ns"].add(t2 - t1)
+        histograms["answer_ns"].add(t3 - t2)
+        histograms["append_ns"].add(t4 - t3)
+        histograms["deschedule_ns"].add(max(0, t4 - t0 - cpu_ns))
+        histograms["batch_rows"].add(ready.rows.size)
+        lines = self.slab.asked[ready.groups]
+        histograms["rtt_ns"].add_many(lines[:, RTT_NS])
+        histograms["env_step_ns"].add_many(lines[:, STEP_NS])
+
+
+_FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
+
+
+# ---------------------------------------------------------------------------------------------------------- process
+
+
+def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dict[str, Any]]:
+    """The engine of a start message; also the descriptors and sizes that the learner needs."""
+    config, spec = Config.model_validate(start["config"]), EnvSpec.from_dict(start["spec"])
+    layout = SlabLayout.of(spec, start["num_slots"], start["num_groups"])
+    slab_fd, bell, learner_bell, board_fd, *doors = fds
+    slab = Slab(host.map_shared(slab_fd, layout.nbytes), layout)
+    board = Board(host.map_shared(board_fd, Board.nbytes(len(spec.stats))), len(spec.stats))
+    torch.set_num_threads(config.engine.threads)
+    policy = make_policy(config.policy, spec).eval()
+    heads = Heads(spec.action, config.policy.action_distribution)
+    max_batch = min(config.batching.max_batch or layout.num_slots, layout.num_slots)
+    step = PolicyStep(policy, heads, slab, layout.num_slots, config.run.seed, start["greedy"])
+    batching = config.batching
+    rule = Rule(
+        max_batch,
+        batching.min_batch,
+        batching.max_wait_us,
+        batching.hard_deadline_us,
+        config.run.deterministic,
+    )
+    writer = subscriber = admission = None
+    shared: list[int] = []
+    sizes: dict[str, Any] = {"slab": layout.nbytes, "state": step.states.nbytes}
+    if start["learner"]:
+        plan = StorePlan.of(
+            config, spec, heads.stored_specs(), state_leaves(policy), layout.num_slots
+        )
+        weights = WeightsLayout.of(policy)
+        shared = [
+            host.memfd("replay", plan.blocks.nbytes),
+            host.memfd("queue", plan.queue.nbytes),
+            host.memfd("weights", weights.nbytes),
+        ]
+        storage = BlockStorage(plan.blocks, host.map_shared(shared[0], plan.blocks.nbytes))
+        writer = ReplayWriter(
+            storage, plan.queue, host.map_shared(shared[1], plan.queue.nbytes), learner_bell
+        )
+        subscriber = Subscriber(host.map_shared(shared[2], weights.nbytes), weights)
+        max_lag = plan.max_lag
+        admission = None if max_lag is None else (max_lag, config.learner.batch_size)
+        sizes["replay"] = plan.blocks.bytes_by_leaf()
+        sizes["weights"] = weights.nbytes
+        sizes["capacity_rows"] = plan.blocks.num_rows
+    else:
+        checkpoint = load_checkpoint(Path(start["checkpoint"]))
+        checkpoint.load_into(policy, spec)
+    engine = Engine(slab, bell, doors, board, step, rule, writer, subscriber, admission)
+    if not start["learner"]:
+        engine.version = checkpoint.updates
+    return engine, shared, sizes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    arguments = parser.parse_args()
+    host.die_with_parent(arguments.parent)
+    host.set_timer_slack_us(1)
+    channel = Channel.from_fd(arguments.channel)
+    try:
+        received = channel.receive()
+        if received is None:
+            return 1
+        engine, shared, sizes = build(*received)
+        channel.send({"type": "ready", "sizes": sizes, "threads": config_threads()}, shared)
+        while engine.step():
+            pass
+        return 0
+    except SeedrlError as error:
+        channel.send({"type": "failed", **error.to_wire()})
+        return error.exit_code
+    except Exception as error:  # a fault of ours or of the user's policy: shown whole in the log, one line on the screen
+        traceback.print_exc()
+        failure = RunError(
+            what=f"the engine failed: {type(error).__name__}: {error}",
+            traceback_text=traceback.format_exc(),
+        )
+        channel.send({"type": "failed", **failure.to_wire()})
+        return 1
+
+
+def config_threads() -> int:
+    """Threads of this process now: more than torch's own is company that the batches will feel."""
+    return len(os.listdir("/proc/self/task"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""`seedrl attach`: worker processes for a server that runs already. No torch, no pydantic: an environment's host needs neither."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from seedrl.children import Child, Children
+from seedrl.errors import ConfigError
+from seedrl.transport.attach import parse_unix
+from seedrl.worker.envs import probe_spec
+
+_GRACE_S = 2.0
+
+
+def attach(
+    address: str, env: str, kwargs: dict[str, Any], workers: int, envs_per_worker: int, groups: int, check: str,
+    on_nan: str, reconnect_s: float,
+) -> int:  # fmt: skip
+    """Starts the workers and waits for them. Returns the exit code: 0, that of the first that failed, or 130."""
+    parse_unix(address)
+    if envs_per_worker % groups:
+        raise ConfigError(
+            what=f"{envs_per_worker} environments do not divide into {groups} groups", where="--envs-per-worker, --groups",
+            do="choose a multiple of --groups",
+        )  # fmt: skip
+    mask = probe_spec(
+        env, kwargs
+    ).action_mask  # and says at once what is wrong with the environment
+    interrupted = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    children, selector, code = Children(), selectors.DefaultSelector(), 0
+    selector.register(read, selectors.EVENT_READ)
+    try:
+        for _ in range(workers):
+            child = children.start("worker", "seedrl.worker.loop", [
+                "--address", address, "--env", env, "--env-kwargs", json.dumps(kwargs), "--envs", str(envs_per_worker),
+                "--groups", str(groups), "--check", check, "--on-nan", on_nan, "--reconnect-s", str(reconnect_s),
+                "--supervised", "--parent", str(os.getpid()), *(["--action-mask", mask] if mask else []),
+            ])  # fmt: skip
+            selector.register(child.pidfd, selectors.EVENT_READ, child)
+        while children.living() and not interrupted:
+            for key, _ in selector.select():
+                if isinstance(key.data, Child):
+                    selector.unregister(key.fd)
+                    code = code or abs(key.data.process.wait())
+                    children.bury(key.data)
+    finally:
+        signal.set_wakeup_fd(-1)
+        children.close(_GRACE_S)
+    sys.stdout.flush()
+    return 130 if interrupted else code

@@ -1,0 +1,400 @@
+"""The learner process: sample, loss, optimise, publish; checkpoints and figures on the way.
+
+`python -m seedrl.learn.loop --channel FD`: everything it needs comes as one message of the supervisor. SIGTERM asks it to stop:
+it leaves the update it is in, unless that is being applied, writes a checkpoint, says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seedrl import host
+from seedrl.config import Config
+from seedrl.errors import RunError, SeedrlError
+from seedrl.learn.actor_critic import Losses, actor_critic_loss, learning_rate, make_optimizer
+from seedrl.policy.base import Heads, Policy, make_policy
+from seedrl.spec import EnvSpec
+from seedrl.store.blocks import BlockStorage
+from seedrl.store.board import Board, EpisodeReader
+from seedrl.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from seedrl.store.plan import StorePlan
+from seedrl.store.replay import Batch, ReplayReader
+from seedrl.store.state import leaves
+from seedrl.store.weights import Publisher, WeightsLayout
+from seedrl.transport.channel import Channel
+
+_RECENT_EPISODES = 100
+_DETERMINISTIC_LOG_UPDATES = 20  # by count, not by the clock, so that two runs write the same lines
+
+
+class _Stop(Exception):
+    """SIGTERM, at a moment when nothing is half done."""
+
+
+class Learner:
+    """The learner's state and its verbs; `update` reads like the architecture.
+
+    Args:
+        policy, heads, reader, publisher, board: see their modules.
+        run_dir: where checkpoints go. report: takes each message for the supervisor.
+    """
+
+    def __init__(
+        self, config: Config, spec: EnvSpec, policy: Policy, reader: ReplayReader, publisher: Publisher, board: Board,
+        run_dir: Path, channel: Channel,
+    ) -> None:  # fmt: skip
+        self.config, self.spec, self.policy = config, spec, policy.train()
+        self.heads = Heads(spec.action, config.policy.action_distribution)
+        self.optimizer = make_optimizer(policy.parameters(), config.learner)
+        self.reader, self.publisher, self.board = reader, publisher, board
+        self.run_dir, self.channel = run_dir, channel
+        self.updates = 0
+        self.base_env_steps = self.base_episodes = 0  # of the runs that this one resumes
+        self.env_steps = self.episodes = 0
+        self.over: str | None = None
+        self._episode_reader = EpisodeReader(board)
+        self._recent: deque[np.ndarray] = deque(maxlen=_RECENT_EPISODES)
+        self._dtypes = {leaf.name: getattr(torch, leaf.dtype) for leaf in spec.observation}
+        self._critical = self._stop_wanted = False
+        self._window = self._mark()
+        self._sums: dict[str, float] = {}
+        self._rtt_ns = board.histograms["rtt_ns"].copy()
+        self._last_checkpoint_s = time.monotonic()
+        self.total_updates = self._total_updates()
+
+    def _total_updates(self) -> int | None:
+        """Updates that `run.max_steps` allows, for schedules; None when the run has no such end."""
+        steps, learner = self.config.run.max_steps, self.config.learner
+        return (
+            None if steps is None else max(1, steps // (learner.batch_size * learner.unroll_length))
+        )
+
+    # ------------------------------------------------------------------------------------------------------ update
+
+    def update(self) -> bool:
+        """One update, if data comes within a second; False otherwise."""
+        batch = self.reader.sample(self.config.learner.batch_size, timeout_s=1.0)
+        if batch is None:
+            return False
+        losses = self.loss(batch)
+        rate = learning_rate(self.updates, self.config.learner, self.total_updates)
+        self.optimizer.zero_grad(set_to_none=True)
+        losses.total.backward()
+        with self._undisturbed():
+            grad_norm = self.optimise(rate)
+            self.updates += 1
+            self._note(batch, losses, grad_norm, rate)
+            # before publishing: what a deterministic run counts must not depend on how fast the engine goes on
+            self.env_steps = self.base_env_steps + self.board.get("env_steps")
+            record = self.record() if self._due() else None
+            self.publish()
+        if record is not None:
+            self.channel.send({"type": "metrics", "record": record})
+            self.over = self.finished(record)
+        return True
+
+    def _due(self) -> bool:
+        """Whether it is time for a record."""
+        if self.config.run.deterministic:
+            return self.updates % _DETERMINISTIC_LOG_UPDATES == 0
+        return time.monotonic() - self._window["time_s"] >= self.config.run.log_every_s
+
+    def loss(self, batch: Batch) -> Losses:
+        """The loss of a batch: burn-in rows warm the state without gradient, the others are learnt from."""
+        burn_in, learner = self.config.learner.burn_in, self.config.learner
+        state = batch.state
+        with torch.autocast("cpu", torch.bfloat16, enabled=learner.precision == "bfloat16"):
+            if burn_in:
+                with torch.no_grad():
+                    _, _, state = self.policy(
+                        self._obs(batch, slice(0, burn_in)), state, batch.first[:burn_in]
+                    )
+            rows = slice(burn_in, None)
+            inputs, values, _ = self.policy(self._obs(batch, rows), state, batch.first[rows])
+        return actor_critic_loss(
+            heads=self.heads,
+            inputs=inputs.float(),
+            values=values.float(),
+            actions={name: action[rows] for name, action in batch.actions.items()},
+            masks=None if batch.mask is None else batch.mask[rows],
+            behaviour_log_probs=batch.log_prob[rows],
+            rewards=batch.reward[rows],
+            terminated=batch.terminated[rows],
+            truncated=batch.truncated[rows],
+            first=batch.first[rows],
+            algorithm=self.config.algorithm,
+            reward_clip=self.config.env.reward_clip,
+        )
+
+    def _obs(self, batch: Batch, rows: slice) -> dict[str, Tensor] | Tensor:
+        obs = {}
+        for name, leaf in batch.obs.items():
+            wanted = self._dtypes[name]
+            obs[name] = leaf[rows] if leaf.dtype == wanted else leaf[rows].view(wanted)
+        return obs if len(obs) > 1 else next(iter(obs.values()))
+
+    def optimise(self, rate: float) -> float:
+        """Clips the gradients, applies them; returns their norm before clipping."""
+        limit = self.config.learner.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.policy.parameters(), limit if limit is not None else float("inf")
+        )
+        norm_value = float(norm)
+        if not np.isfinite(norm_value):
+            raise RunError(
+                what=f"the gradient's norm is {norm_value} at update {self.updates}", where="learner",
+                do="lower learner.learning_rate, set learner.max_grad_norm, or check the policy",
+            )  # fmt: skip
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return norm_value
+
+    def publish(self) -> None:
+        self.publisher.publish(self.policy, self.updates)
+        self.reader.publish_version(self.updates)
+
+    # ------------------------------------------------------------------------------------------------------ figures
+
+    def _mark(self) -> dict[str, float]:
+        board = self.board
+        return {
+            "time_s": time.monotonic(), "updates": self.updates, "waited_ns": self.reader.waited_ns,
+            "env_steps": board.get("env_steps"), "batches": board.get("batches"),
+            "rows": board.get("rows_acted") + board.get("evaluation_rows"),
+            "blocked_ns": board.get("blocked_room_ns") + board.get("blocked_lag_ns"),
+        }  # fmt: skip
+
+    def _note(self, batch: Batch, losses: Losses, grad_norm: float, rate: float) -> None:
+        lag = (self.updates - 1 - batch.version).float()
+        figures = {name: float(value.detach()) for name, value in losses._asdict().items()}
+        figures |= {
+            "grad_norm": grad_norm,
+            "lag_mean": float(lag.mean()),
+            "lag_max": float(lag.max()),
+        }
+        for name, value in figures.items():
+            if name == "lag_max":
+                self._sums[name] = max(self._sums.get(name, 0.0), value)
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + value
+        self._rate = rate
+
+    def record(self) -> dict[str, Any]:
+        """One record of figures since the last one; the episodes' are of the last 100 that ended in training."""
+        episodes = self._episode_reader.read()
+        training = episodes[episodes[:, 1] == 0]
+        self.episodes += len(training)
+        self._recent.extend(training)
+        now, before = self._mark(), self._window
+        self._window = now
+        since = {name: now[name] - before[name] for name in now}
+        seconds, updates = max(since["time_s"], 1e-9), max(since["updates"], 1)
+        sums, self._sums = self._sums, {}
+        lag_max = sums.pop("lag_max", 0.0)
+        rtt_ns = self.board.histograms["rtt_ns"].copy()
+        rtt, self._rtt_ns = rtt_ns.since(self._rtt_ns), rtt_ns
+        record: dict[str, Any] = {
+            "env_steps": self.env_steps, "updates": self.updates, "policy_version": self.updates,
+            "episodes": self.base_episodes + self.episodes,
+            **{name: value / updates for name, value in sums.items()},
+            "lag_max": lag_max, "learning_rate": getattr(self, "_rate", None),
+            "batch_rows_mean": since["rows"] / max(since["batches"], 1),
+            "interrupted_episodes": self.board.get("interrupted_episodes"),
+            "steps_per_s": since["env_steps"] / seconds, "updates_per_s": since["updates"] / seconds,
+            "learner_wait_time_fraction": min(1.0, since["waited_ns"] * 1e-9 / seconds),
+            "actors_wait_time_fraction": min(1.0, since["blocked_ns"] * 1e-9 / seconds),
+            "rtt_p50_us": rtt.percentile(50) * 1e-3, "rtt_p99_us": rtt.percentile(99) * 1e-3,
+        }  # fmt: skip
+        if self._recent:
+            recent = np.stack(self._recent)
+            record["return_mean"], record["length_mean"] = (
+                float(recent[:, 2].mean()),
+                float(recent[:, 3].mean()),
+            )
+            for i, name in enumerate(self.spec.stats):
+                column = recent[:, 5 + i]
+                if np.isfinite(column).any():
+                    record[f"stat_{name}"] = float(np.nanmean(column))
+        return record
+
+    def finished(self, record: dict[str, Any]) -> str | None:
+        """Why the run is over, or None."""
+        run = self.config.run
+        if run.max_steps is not None and self.env_steps >= run.max_steps:
+            return f"max_steps {run.max_steps} reached"
+        full = len(self._recent) == _RECENT_EPISODES
+        if (
+            run.stop_at_return is not None
+            and full
+            and record.get("return_mean", -np.inf) >= run.stop_at_return
+        ):
+            return f"mean return {record['return_mean']:.1f} reached {run.stop_at_return}"
+        return None
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def checkpoint(self) -> Path:
+        """Writes a checkpoint of this moment: between two updates."""
+        with self._undisturbed():
+            counters = {
+                "updates": self.updates, "policy_version": self.updates, "env_steps": self.env_steps,
+                "episodes": self.base_episodes + self.episodes,
+            }  # fmt: skip
+            saved = Checkpoint.of(
+                self.policy, self.optimizer, self.config, self.spec, counters=counters
+            )
+            path = save_checkpoint(self.run_dir / "checkpoints", saved, self.config.run.keep)
+            self._last_checkpoint_s = time.monotonic()
+        return path
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continues where `checkpoint` was written: weights, moments, counters, random state."""
+        checkpoint.load_into(self.policy, self.spec)
+        checkpoint.load_optimizer(self.optimizer)
+        self.updates = checkpoint.counters["updates"]
+        self.base_env_steps, self.base_episodes = (
+            checkpoint.counters["env_steps"],
+            checkpoint.counters["episodes"],
+        )
+        self.env_steps = self.base_env_steps
+        self._window = self._mark()
+
+    # ----------------------------------------------------------------------------------------------------------- run
+
+    def run(self) -> None:
+        """Updates until told to stop, or until the run has reached its end; then a last record and a checkpoint."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            self._loop()
+        except _Stop:
+            pass
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._stop_wanted = False
+        self.env_steps = self.base_env_steps + self.board.get("env_steps")
+        path = self.checkpoint()
+        if self.over is None and not self.config.run.deterministic:
+            self.channel.send({"type": "metrics", "record": self.record()})
+        self.channel.send({
+            "type": "stopped", "checkpoint": str(path), "updates": self.updates, "env_steps": self.env_steps,
+            **self.reader.accounts(),
+        })  # fmt: skip
+
+    def _loop(self) -> None:
+        while self.over is None:
+            updated = self.update()
+            if (
+                updated
+                and time.monotonic() - self._last_checkpoint_s >= self.config.run.checkpoint_every_s
+            ):
+                self.channel.send({"type": "checkpoint", "path": str(self.checkpoint())})
+        self.channel.send({"type": "done", "reason": self.over})
+        while True:  # acting goes on until the supervisor has stopped it
+            signal.pause()
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """A stretch that a request to stop does not cut in two."""
+        self._critical = True
+        try:
+            yield
+        finally:
+            self._critical = False
+        self._leave_if_wanted()
+
+    def _leave_if_wanted(self) -> None:
+        if self._stop_wanted:
+            raise _Stop
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._critical:
+            self._stop_wanted = True
+        else:
+            raise _Stop
+
+
+# ---------------------------------------------------------------------------------------------------------- process
+
+
+def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
+    """The learner of a start message."""
+    config, spec = Config.model_validate(start["config"]), EnvSpec.from_dict(start["spec"])
+    replay_fd, queue_fd, weights_fd, board_fd, bell, engine_bell = fds
+    torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    policy = make_policy(config.policy, spec)
+    heads = Heads(spec.action, config.policy.action_distribution)
+    like = policy.initial_state(1)
+    plan = StorePlan.of(config, spec, heads.stored_specs(), leaves(like), start["num_slots"])
+    storage = BlockStorage(plan.blocks, host.map_shared(replay_fd, plan.blocks.nbytes))
+    reader = ReplayReader(
+        storage,
+        plan.queue,
+        host.map_shared(queue_fd, plan.queue.nbytes),
+        bell,
+        engine_bell,
+        like,
+        config.replay.max_lag,
+    )
+    weights = WeightsLayout.of(policy)
+    publisher = Publisher(host.map_shared(weights_fd, weights.nbytes), weights)
+    board = Board(host.map_shared(board_fd, Board.nbytes(len(spec.stats))), len(spec.stats))
+    learner = Learner(
+        config, spec, policy, reader, publisher, board, Path(start["run_dir"]), channel
+    )
+    if start.get("resume"):
+        checkpoint = load_checkpoint(Path(start["resume"]))
+        learner.resume(checkpoint)
+        channel.send({
+            "type": "resumed", "path": str(checkpoint.path), "skipped": checkpoint.skipped,
+            **checkpoint.counters,
+        })  # fmt: skip
+    return learner
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    arguments = parser.parse_args()
+    host.die_with_parent(arguments.parent)
+    channel = Channel.from_fd(arguments.channel)
+    try:
+        received = channel.receive()
+        if received is None:
+            return 1
+        learner = build(*received, channel)
+        learner.publish()
+        parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
+        channel.send({"type": "ready", "parameters": parameters})
+        learner.run()
+        return 0
+    except SeedrlError as error:
+        channel.send({"type": "failed", **error.to_wire()})
+        return error.exit_code
+    except Exception as error:  # a fault of ours or of the user's policy: shown whole in the log, one line on the screen
+        traceback.print_exc()
+        failure = RunError(
+            what=f"the learner failed: {type(error).__name__}: {error}",
+            traceback_text=traceback.format_exc(),
+        )
+        channel.send({"type": "failed", **failure.to_wire()})
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

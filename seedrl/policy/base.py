@@ -1,0 +1,169 @@
+"""The Policy contract and the registry of policies by name.
+
+A policy is an `nn.Module` with two methods, time first: acting is one row (T = 1), learning R = T + 1 rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seedrl.errors import ConfigError
+from seedrl.policy.heads import Heads
+from seedrl.spec import EnvSpec
+
+if TYPE_CHECKING:
+    from seedrl.config import PolicySection
+
+__all__ = ["Factory", "Heads", "Observation", "Policy", "State", "make_policy", "register_policy"]
+
+State = Any  # a tensor, or a tuple, list or dict of states; each tensor [B, ...]
+Observation = Tensor | dict[str, Tensor]
+Factory = Callable[[EnvSpec, int, Any], nn.Module]
+_TRIED = 2  # rows and columns of the batch that a new policy is tried on
+
+
+class Policy(nn.Module):
+    """What the engine and the learner ask of a network."""
+
+    def initial_state(self, batch: int) -> State:
+        """The state that enters an episode's first row: a nest of tensors [batch, ...], or () for none."""
+        return ()
+
+    def forward(
+        self, obs: Observation, state: State, first: Tensor
+    ) -> tuple[Tensor, Tensor, State]:
+        """Runs rows in their order.
+
+        Args:
+            obs: [T, B, ...] in the environment's dtype; a dict by leaf name when the spec has several leaves.
+            state: the state entering row 0, leaves [B, ...].
+            first: bool [T, B]; the state that enters such a row is the initial one, whatever came before.
+        Returns: distribution inputs float32 [T, B, P], value float32 [T, B], and the state that left the last row.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register_policy(name: str) -> Callable[[Factory], Factory]:
+    """Decorates a factory `(spec, num_inputs, config) -> Policy`; `policy.name` finds it once its module is imported."""
+
+    def register(factory: Factory) -> Factory:
+        _FACTORIES[name] = factory
+        return factory
+
+    return register
+
+
+def make_policy(config: PolicySection, spec: EnvSpec) -> Policy:
+    """The policy that the configuration names, tried on a batch of zeros.
+
+    Raises: ConfigError when there is none of that name, or when it does not keep the contract: which output, and how.
+    """
+    factory = _find(config.name)
+    heads = Heads(spec.action, config.action_distribution)
+    policy: Any = factory(spec, heads.num_inputs, config)
+    _try(policy, spec, heads.num_inputs, config.name)
+    return policy  # type: ignore[no-any-return]
+
+
+def _find(name: str) -> Factory:
+    if name in _FACTORIES:
+        return _FACTORIES[name]
+    module_name, separator, attribute = name.rpartition(":")
+    if separator:
+        return _imported(module_name, attribute, name)
+    importlib.import_module("seedrl.policy.nets")  # registers those that come with seedrl
+    if name in _FACTORIES:
+        return _FACTORIES[name]
+    near = difflib.get_close_matches(name, _FACTORIES, n=1)
+    do = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        what=f"there is no policy '{name}'",
+        where="policy.name",
+        do=f"{do}known: {', '.join(sorted(_FACTORIES))}; your own is module:callable",
+    )
+
+
+def _imported(module_name: str, attribute: str, name: str) -> Factory:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            what=f"there is no module '{error.name}'",
+            where=f"policy.name {name}",
+            do="install it, or put its folder on PYTHONPATH; the working folder is on it already",
+        ) from None
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        raise ConfigError(
+            what=f"module '{module_name}' has no callable '{attribute}'",
+            where=f"policy.name {name}",
+            do=f"did you mean {near[0]}?"
+            if near
+            else "name a function (spec, num_inputs, config) -> policy",
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def zero_observation(spec: EnvSpec, *lead: int) -> Observation:
+    """An observation of zeros (the smallest value of a choice), [*lead, ...] a leaf."""
+    leaves = {}
+    for leaf in spec.observation:
+        obs = torch.zeros(*lead, *leaf.shape, dtype=getattr(torch, leaf.dtype))
+        if any(leaf.start):
+            obs += torch.tensor(leaf.start, dtype=obs.dtype).view(leaf.shape)
+        leaves[leaf.name] = obs
+    return leaves if len(leaves) > 1 else next(iter(leaves.values()))
+
+
+def _try(policy: Any, spec: EnvSpec, num_inputs: int, name: str) -> None:
+    where = f"policy.name {name}"
+    if not isinstance(policy, nn.Module) or not hasattr(policy, "initial_state"):
+        raise ConfigError(
+            what=f"the policy is a {type(policy).__name__}, not an nn.Module with initial_state",
+            where=where,
+            do="derive it from seedrl.policy.base.Policy",
+        )
+    first = torch.ones(_TRIED, _TRIED, dtype=torch.bool)
+    with torch.no_grad():
+        state = policy.initial_state(_TRIED)
+        out = policy(zero_observation(spec, _TRIED, _TRIED), state, first)
+    if not isinstance(out, tuple) or len(out) != 3:
+        raise ConfigError(
+            what=f"forward gives {type(out).__name__}, not (inputs, value, state)",
+            where=where,
+            do="return the three",
+        )
+    inputs, value, _ = out
+    for what, tensor, shape in (
+        ("inputs", inputs, (_TRIED, _TRIED, num_inputs)),
+        ("value", value, (_TRIED, _TRIED)),
+    ):
+        if (
+            not isinstance(tensor, Tensor)
+            or tuple(tensor.shape) != shape
+            or not tensor.is_floating_point()
+        ):
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else type(tensor).__name__
+            )
+            raise ConfigError(
+                what=f"forward's {what} is {given}, not float {list(shape)} for 2 rows of 2 columns",
+                where=where,
+                do="see docs/policy.md: [T, B, P] and [T, B], time first",
+            )

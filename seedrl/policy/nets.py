@@ -1,0 +1,341 @@
+"""The networks that come with seedrl: encoders (MLP, small CNN, Nature, IMPALA, nested), cores (none, LSTM, GRU), one policy of them.
+
+An encoder takes one leaf [N, ...] in the environment's dtype and gives float32 [N, features]. Images are scaled once, here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from seedrl.errors import ConfigError
+from seedrl.policy.base import Observation, Policy, State, register_policy
+from seedrl.spec import EnvSpec, Leaf
+
+if TYPE_CHECKING:
+    from seedrl.config import PolicySection
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
+_WIDE_BOUND = 10.0  # a vector's entry that may be larger is scaled to [-1, 1] by its bounds
+_NO_BOUND = 1e6  # and one beyond this is unbounded in all but name
+_SMALL_IMAGE = 20  # pixels a side: strides of 4 and 2 would leave nothing of it
+
+
+def _orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+    """Orthogonal weights and no bias (Saxe et al. 2014, arXiv 1312.6120)."""
+    assert isinstance(layer, nn.Linear | nn.Conv2d)
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(size: int, hidden: Sequence[int], activation: str) -> tuple[nn.Sequential, int]:
+    """Linear layers, each with its activation; (module, features)."""
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [_orthogonal(nn.Linear(size, width), math.sqrt(2)), _ACTIVATIONS[activation]()]
+        size = width
+    return nn.Sequential(*layers), size
+
+
+# ---------------------------------------------------------------------------------------------------------- leaves
+
+
+class Flat(nn.Module):
+    """A leaf as a vector: choices as one-hots, bits as they are, boxes flattened; float32 [N, features]."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        self.kind, self.count = leaf.kind, max(1, math.prod(leaf.shape))
+        if leaf.kind in ("discrete", "multi_discrete"):
+            counts = torch.tensor(leaf.n)
+            begins = counts.cumsum(0) - counts - torch.tensor(leaf.start or (0,) * len(leaf.n))
+            self.features = int(counts.sum())
+            self.register_buffer("begins", begins, persistent=False)
+        else:
+            self.features = self.count
+        self.spread: Tensor | None
+        self.centre: Tensor | None
+        centre = spread = None
+        if leaf.kind == "box" and leaf.low is not None and leaf.high is not None:
+            low, high = torch.tensor(leaf.low), torch.tensor(leaf.high)
+            reach = torch.maximum(low.abs(), high.abs())
+            wide = (reach > _WIDE_BOUND) & (reach < _NO_BOUND) & (high > low)
+            if bool(wide.any()):
+                centre = torch.where(wide, (low + high) / 2, torch.zeros_like(low))
+                spread = torch.where(wide, (high - low) / 2, torch.ones_like(low))
+        self.register_buffer("centre", centre, persistent=False)
+        self.register_buffer("spread", spread, persistent=False)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        if self.kind in ("discrete", "multi_discrete"):
+            rows = obs.reshape(obs.shape[0], self.count).long() + self.begins
+            return torch.zeros(rows.shape[0], self.features).scatter_(1, rows, 1.0)
+        flat = obs.reshape(obs.shape[0], self.count).float()
+        return flat if self.spread is None else (flat - self.centre) / self.spread
+
+
+class Picture(nn.Module):
+    """An image leaf as float32 [N, C, H, W], bytes scaled to 0..1 once; HWC is told from CHW by where the fewest entries are."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        shape = leaf.shape
+        self.add_channel = len(shape) == 2
+        self.last = len(shape) == 3 and shape[2] < shape[0]
+        height_width = shape if self.add_channel else (shape[:2] if self.last else shape[1:])
+        self.size: tuple[int, int, int] = (
+            1 if self.add_channel else min(shape[0], shape[2]) if self.last else shape[0],
+            *height_width,
+        )
+        byte = leaf.dtype == "uint8" and (leaf.high is None or max(leaf.high) > 1)
+        self.scale = 1 / 255 if byte else None
+
+    def forward(self, obs: Tensor) -> Tensor:
+        if self.add_channel:
+            obs = obs.unsqueeze(1)
+        elif self.last:
+            obs = obs.permute(0, 3, 1, 2)
+        picture = obs.float()
+        return picture if self.scale is None else picture * self.scale
+
+
+def is_image(leaf: Leaf) -> bool:
+    """A box of two spatial dimensions of at least 7, and possibly channels."""
+    if leaf.kind != "box" or len(leaf.shape) not in (2, 3):
+        return False
+    sides = sorted(leaf.shape)[-2:]
+    return sides[0] >= 7 and (len(leaf.shape) == 3 or leaf.dtype == "uint8")
+
+
+# --------------------------------------------------------------------------------------------------------- encoders
+
+
+def _flattened(
+    body: nn.Sequential, size: tuple[int, int, int], width: int
+) -> tuple[nn.Sequential, int]:
+    """Appends a layer of `width` to convolutions over pictures of `size`."""
+    with torch.no_grad():
+        features = body(torch.zeros(1, *size)).flatten(1).shape[1]
+    if features == 0:
+        raise ConfigError(
+            what=f"pictures of {list(size)} are too small for this encoder",
+            where="policy.encoder",
+            do="use policy.encoder=auto",
+        )
+    return nn.Sequential(
+        body, nn.Flatten(), _orthogonal(nn.Linear(features, width), math.sqrt(2)), nn.ReLU()
+    ), width
+
+
+def small_cnn(size: tuple[int, int, int], width: int) -> tuple[nn.Sequential, int]:
+    """One convolution of 16 maps, as MinAtar's authors use (Young & Tian 2019, arXiv 1903.03176)."""
+    convolution = _orthogonal(nn.Conv2d(size[0], 16, 3), math.sqrt(2))
+    return _flattened(nn.Sequential(convolution, nn.ReLU()), size, width)
+
+
+def nature_cnn(size: tuple[int, int, int], width: int = 512) -> tuple[nn.Sequential, int]:
+    """The network of DQN (Mnih et al. 2015, Nature 518)."""
+    layers: list[nn.Module] = []
+    channels = size[0]
+    for maps, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        layers += [_orthogonal(nn.Conv2d(channels, maps, kernel, stride), math.sqrt(2)), nn.ReLU()]
+        channels = maps
+    return _flattened(nn.Sequential(*layers), size, width)
+
+
+class _Residual(nn.Module):
+    def __init__(self, maps: int) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Conv2d(maps, maps, 3, padding=1),
+            nn.Conv2d(maps, maps, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.relu(self.first(functional.relu(x))))
+
+
+def impala_cnn(size: tuple[int, int, int], width: int = 256) -> tuple[nn.Sequential, int]:
+    """The residual network of IMPALA (Espeholt et al. 2018, figure 3, right)."""
+    layers: list[nn.Module] = []
+    channels = size[0]
+    for maps in (16, 32, 32):
+        layers += [
+            nn.Conv2d(channels, maps, 3, padding=1),
+            nn.MaxPool2d(3, 2, 1),
+            _Residual(maps),
+            _Residual(maps),
+        ]
+        channels = maps
+    return _flattened(nn.Sequential(*layers, nn.ReLU()), size, width)
+
+
+class Encoder(nn.Module):
+    """One leaf -> features: `prepare` casts and scales, `body` is the network."""
+
+    def __init__(self, prepare: nn.Module, body: nn.Module, features: int) -> None:
+        super().__init__()
+        self.prepare, self.body, self.features = prepare, body, features
+
+    def forward(self, obs: Tensor) -> Tensor:
+        encoded: Tensor = self.body(self.prepare(obs))
+        return encoded
+
+
+class Nested(nn.Module):
+    """Each leaf by its kind, side by side, then the MLP over all of them."""
+
+    def __init__(self, spec: EnvSpec, config: PolicySection) -> None:
+        super().__init__()
+        self.names = [leaf.name for leaf in spec.observation]
+        self.parts = nn.ModuleList(
+            _image_encoder(leaf, "auto", config)
+            if is_image(leaf)
+            else Encoder(flat := Flat(leaf), nn.Identity(), flat.features)
+            for leaf in spec.observation
+        )
+        self.body, self.features = mlp(
+            sum(part.features for part in self.parts), config.hidden, config.activation
+        )
+
+    def forward(self, obs: Observation) -> Tensor:
+        leaves = obs if isinstance(obs, dict) else {self.names[0]: obs}
+        encoded = [part(leaves[name]) for name, part in zip(self.names, self.parts, strict=True)]
+        out: Tensor = self.body(torch.cat(encoded, -1))
+        return out
+
+
+def _image_encoder(leaf: Leaf, kind: str, config: PolicySection) -> Encoder:
+    picture = Picture(leaf)
+    _, height, width = picture.size
+    if kind == "auto":
+        kind = (
+            "small"
+            if min(height, width) <= _SMALL_IMAGE
+            else "nature"
+            if min(height, width) >= 36
+            else "impala"
+        )
+    if kind == "small":
+        body, features = small_cnn(picture.size, config.hidden[-1] if config.hidden else 128)
+    else:
+        body, features = nature_cnn(picture.size) if kind == "nature" else impala_cnn(picture.size)
+    return Encoder(picture, body, features)
+
+
+def make_encoder(spec: EnvSpec, config: PolicySection) -> nn.Module:
+    """The encoder that `policy.encoder` names, for the spec's observation; `features` is its width.
+
+    Raises: ConfigError when that encoder cannot take this observation.
+    """
+    kind, leaves = config.encoder, spec.observation
+    if kind == "nested" or (kind == "auto" and len(leaves) > 1):
+        return Nested(spec, config)
+    if len(leaves) > 1:
+        raise ConfigError(
+            what=f"the {kind} encoder takes one leaf, the observation has {len(leaves)}",
+            where="policy.encoder",
+            do="use policy.encoder=nested",
+        )
+    (leaf,) = leaves
+    if kind in ("nature", "impala") or (kind == "auto" and is_image(leaf)):
+        if not is_image(leaf):
+            raise ConfigError(
+                what=f"the {kind} encoder takes images, the observation is {leaf.text()}",
+                where="policy.encoder",
+                do="use policy.encoder=auto or mlp",
+            )
+        return _image_encoder(leaf, kind, config)
+    flat = Flat(leaf)
+    body, features = mlp(flat.features, config.hidden, config.activation)
+    return Encoder(flat, body, features)
+
+
+# ------------------------------------------------------------------------------------------------------------ cores
+
+
+class Recurrent(nn.Module):
+    """An LSTM or GRU over rows, begun anew at `first`; its state is a tuple of [B, size]."""
+
+    def __init__(self, kind: str, inputs: int, size: int) -> None:
+        super().__init__()
+        self.cell: nn.LSTMCell | nn.GRUCell = (nn.LSTMCell if kind == "lstm" else nn.GRUCell)(
+            inputs, size
+        )
+        self.parts, self.size = (2 if kind == "lstm" else 1), size
+        for name, weight in self.cell.named_parameters():
+            if "weight" in name:
+                nn.init.orthogonal_(weight)
+            else:
+                nn.init.zeros_(weight)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(batch, self.size) for _ in range(self.parts))
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...], first: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x float32 [T, B, inputs], state leaves [B, size], first bool [T, B] -> (float32 [T, B, size], state)."""
+        keep = first.logical_not().to(x.dtype).unsqueeze(-1)
+        rows = []
+        for row, kept in zip(x.unbind(0), keep.unbind(0), strict=True):
+            state = tuple(part.to(x.dtype) * kept for part in state)
+            out = self.cell(row, state if self.parts == 2 else state[0])
+            state = tuple(out) if self.parts == 2 else (out,)
+            rows.append(state[0])
+        return torch.stack(rows), state
+
+
+# --------------------------------------------------------------------------------------------------------- the policy
+
+
+class Default(Policy):
+    """Encoder, core, and two linear layers on top: the distribution's inputs and the value."""
+
+    def __init__(self, spec: EnvSpec, num_inputs: int, config: PolicySection) -> None:
+        super().__init__()
+        self.encoder = make_encoder(spec, config)
+        features: Any = self.encoder.features
+        self.core = (
+            None if config.core == "none" else Recurrent(config.core, features, config.core_size)
+        )
+        width = features if self.core is None else config.core_size
+        self.inputs = _orthogonal(nn.Linear(width, num_inputs), 0.01)
+        self.value = _orthogonal(nn.Linear(width, 1), 1.0)
+
+    def initial_state(self, batch: int) -> State:
+        return () if self.core is None else self.core.initial_state(batch)
+
+    def forward(
+        self, obs: Observation, state: State, first: Tensor
+    ) -> tuple[Tensor, Tensor, State]:
+        rows, columns = first.shape
+        if isinstance(obs, dict):
+            flat: Observation = {name: leaf.flatten(0, 1) for name, leaf in obs.items()}
+        else:
+            flat = obs.flatten(0, 1)
+        x = self.encoder(flat)
+        if self.core is not None:
+            x, state = self.core(x.view(rows, columns, -1), state, first)
+            x = x.flatten(0, 1)
+        inputs, value = self.inputs(x), self.value(x)
+        return inputs.view(rows, columns, -1), value.view(rows, columns), state
+
+
+@register_policy("default")
+def default(spec: EnvSpec, num_inputs: int, config: PolicySection) -> Policy:
+    return Default(spec, num_inputs, config)
+

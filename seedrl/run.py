@@ -1,0 +1,346 @@
+"""A whole run from a configuration: what `train`, `serve` and `eval` do, and what a program of one's own may call.
+
+from seedrl.config import load_config
+from seedrl.run import fit
+result = fit(load_config("cartpole", ["learner.learning_rate=1e-3"]))
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seedrl.config import Config, dump_yaml, load_config
+from seedrl.errors import CheckpointError, ConfigError, RunError, SeedrlError
+from seedrl.policy.base import make_policy
+from seedrl.spec import EnvSpec
+from seedrl.store.checkpoint import Checkpoint, load_checkpoint
+from seedrl.supervise import Ended, Evaluation, Supervisor, balance
+from seedrl.transport.attach import parse_unix
+from seedrl.watch.telemetry import MetricsWriter, RunDir
+from seedrl.watch.top import Panel
+from seedrl.worker.envs import probe_spec
+
+INTERRUPTED = 130
+DEFAULT_SERVED_SLOTS = 256
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. `evaluation` is None when none was asked for, or the run was interrupted."""
+
+    run_dir: Path
+    ended: Ended
+    reason: str
+    accounts: str
+    evaluation: Evaluation | None
+
+
+def fit(
+    config: Config, *, run_dir: Path | None = None, resume: bool = False, name: str = "run", workers: bool = True,
+    address: Path | None = None, panel: Panel | None = None,
+) -> Result:  # fmt: skip
+    """Trains to the run's end (`run.max_seconds`, `run.max_steps`, `run.stop_at_return`, or Ctrl-C).
+
+    Args:
+        run_dir: where everything is kept; None makes runs/NAME-TIME. resume: continue the newest checkpoint there.
+        workers: start `workers.num` of them; False waits for others to attach at `address`.
+        panel: where progress is shown; None makes no output.
+    Raises: SeedrlError as the command would report it; nothing is left running.
+    """
+    spec = probe(config)
+    folder = RunDir.create(run_dir, dump_yaml(config), name=name, resume=resume)
+    try:
+        return _fit(
+            config, spec, folder, resume=resume, workers=workers, address=address, panel=panel
+        )
+    except Exception as error:
+        folder.write_log(
+            error.traceback_text
+            if isinstance(error, SeedrlError) and error.traceback_text
+            else traceback.format_exc()
+        )
+        folder.write_log(str(error))
+        raise
+
+
+def _fit(
+    config: Config,
+    spec: EnvSpec,
+    folder: RunDir,
+    *,
+    resume: bool,
+    workers: bool,
+    address: Path | None,
+    panel: Panel | None,
+) -> Result:
+    checkpoint = _checkpoint_to_resume(config, folder, spec) if resume else None
+    say = _Teller(folder, panel)
+    final_envs = min(config.evaluation.envs_per_worker, config.evaluation.episodes)
+    num_slots = _num_slots(config, final_envs, workers)
+    with (
+        MetricsWriter(folder) as metrics,
+        Supervisor(
+            config, spec, folder.path, num_slots=num_slots, address=address, resume=checkpoint.path if checkpoint else None,
+            greedy=config.evaluation.greedy, on_metrics=lambda record: _show(metrics.write(record), panel), on_message=say,
+        ) as supervisor,
+    ):  # fmt: skip
+        try:
+            _start(config, supervisor, workers)
+            say(_resolved(config, spec, supervisor, num_slots, workers))
+            if not workers:
+                say(
+                    f"workers may attach: seedrl attach unix://{supervisor.address} --env {config.env.id}"
+                )
+            ended = supervisor.train()
+        except KeyboardInterrupt:
+            return Result(folder.path, Ended.INTERRUPTED, "interrupted before the start", "", None)
+        supervisor.stop_training()
+        line = _accounts(supervisor, ended, folder)
+        say(line)
+        reason = supervisor.done or "interrupted"
+        evaluation = None
+        if ended is Ended.DONE and workers and config.evaluation.episodes:
+            say(f"{reason}; evaluating {config.evaluation.episodes} episodes")
+            try:
+                evaluation = supervisor.evaluate(config.evaluation.episodes, final_envs)
+            except KeyboardInterrupt:
+                ended = Ended.INTERRUPTED
+        return Result(folder.path, ended, reason, line, evaluation)
+
+
+def _num_slots(config: Config, final_envs: int, workers: bool) -> int:
+    """Seats in all: what the configuration says, or as many as the run itself will fill."""
+    if not workers:
+        return config.batching.max_slots or DEFAULT_SERVED_SLOTS
+    wanted = config.workers.num * config.workers.envs_per_worker + config.evaluation.slots
+    return max(config.batching.max_slots or wanted, final_envs)
+
+
+def _start(config: Config, supervisor: Supervisor, workers: bool) -> None:
+    if workers:
+        supervisor.start_workers(
+            config.workers.num, config.workers.envs_per_worker, config.workers.groups
+        )
+    if config.evaluation.slots:
+        supervisor.start_workers(1, config.evaluation.slots, 1, evaluation=True)
+    supervisor.start()
+
+
+def _show(record: dict[str, Any], panel: Panel | None) -> None:
+    if panel is not None:
+        panel.update(record)
+
+
+def _accounts(supervisor: Supervisor, ended: Ended, folder: RunDir) -> str:
+    """The accounts in one line. Raises RunError when they do not balance, or the learner never gave them."""
+    if not supervisor.final:
+        if ended is Ended.INTERRUPTED:
+            raise KeyboardInterrupt
+        raise RunError(
+            what="the learner did not stop in time; its last checkpoint stands",
+            where=str(folder.path),
+            do="continue with --resume",
+        )
+    line, fits = balance(supervisor.accounts(), supervisor.final)
+    if not fits:
+        raise RunError(
+            what="the accounts of the run do not balance",
+            where=line,
+            do="report this as a fault of seedrl",
+        )
+    return line
+
+
+def play(
+    checkpoint: Path, *, episodes: int = 100, seed: int | None = None, greedy: bool = True, envs: int | None = None,
+    video: Path | None = None, scratch: Path | None = None,
+) -> Evaluation:  # fmt: skip
+    """Plays episodes with a checkpoint (or the newest of a run directory), through the acting step itself.
+
+    Raises: CheckpointError, SeedrlError of the environment, KeyboardInterrupt.
+    """
+    saved = load_checkpoint(checkpoint)
+    config = Config.model_validate(saved.config)
+    if seed is not None:
+        config.run.seed = seed
+    spec = probe(config)
+    saved.load_into(make_policy(config.policy, spec), spec)
+    side_by_side = envs or min(config.evaluation.envs_per_worker, episodes)
+    assert saved.path is not None
+    folder = scratch or saved.path.parent.parent / "eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    extra = (
+        ["--video", str(video.absolute()), "--video-episodes", str(-(-episodes // side_by_side))]
+        if video
+        else []
+    )
+    with Supervisor(
+        config, spec, folder, num_slots=side_by_side, checkpoint=saved.path, greedy=greedy,
+        on_message=lambda text: print(text, file=sys.stderr),
+    ) as supervisor:  # fmt: skip
+        supervisor.start()
+        return supervisor.evaluate(episodes, side_by_side, extra=extra)
+
+
+def probe(config: Config) -> EnvSpec:
+    """The environment's spec, from a short-lived process that makes it."""
+    env = config.env
+    return probe_spec(env.id, env.kwargs, env.action_mask, env.stats)
+
+
+def _checkpoint_to_resume(config: Config, folder: RunDir, spec: EnvSpec) -> Checkpoint:
+    """The newest whole checkpoint there, tried on a policy of this configuration before anything starts."""
+    checkpoint = load_checkpoint(folder.path)
+    checkpoint.load_into(make_policy(config.policy, spec), spec)
+    return checkpoint
+
+
+class _Teller:
+    """Lines for the user: to the log of the run, and to the panel."""
+
+    def __init__(self, folder: RunDir, panel: Panel | None) -> None:
+        self._folder, self._panel = folder, panel
+
+    def __call__(self, text: str) -> None:
+        self._folder.write_log(text)
+        if self._panel is not None:
+            self._panel.message(text)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def _resolved(
+    config: Config, spec: EnvSpec, supervisor: Supervisor, num_slots: int, workers: bool
+) -> str:
+    """Devices, processes and bytes, before step one."""
+    sizes, own = supervisor.sizes, config.workers
+    replay = sizes["replay"]
+    leaves = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in replay.items())
+    started = (
+        f"{own.num} workers x {own.envs_per_worker} environments in {own.groups} groups"
+        if workers
+        else "no workers of its own"
+    )
+    return "\n".join([
+        f"environment  {spec.env_id}: {', '.join(leaf.text() for leaf in spec.observation)} -> {', '.join(leaf.text() for leaf in spec.action)}",
+        f"processes    engine on {config.engine.device} ({config.engine.threads} threads), learner on {config.learner.device} "
+        f"({config.learner.threads} threads), {started}; {num_slots} slots",
+        f"policy       {config.policy.name}, encoder {config.policy.encoder}, core {config.policy.core}: {sizes['parameters']} parameters",
+        f"memory       slab {_size(sizes['slab'])}, state {_size(sizes['state'])}, weights {_size(sizes['weights'])}, "
+        f"replay {_size(sum(replay.values()))} for {sizes['capacity_rows']} rows ({leaves})",
+        f"run          {supervisor.run_dir}",
+    ])  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+
+
+def train(config_name: str, overrides: list[str], run_dir: Path | None, resume: bool) -> int:
+    """The `train` command; returns its exit code."""
+    return _fit_and_tell(config_name, overrides, run_dir, resume, workers=True, address=None)
+
+
+def serve(
+    config_name: str, overrides: list[str], bind: str | None, run_dir: Path | None, resume: bool
+) -> int:
+    """The `serve` command; returns its exit code."""
+    address = parse_unix(bind) if bind else None
+    return _fit_and_tell(config_name, overrides, run_dir, resume, workers=False, address=address)
+
+
+def _fit_and_tell(
+    config_name: str,
+    overrides: list[str],
+    run_dir: Path | None,
+    resume: bool,
+    *,
+    workers: bool,
+    address: Path | None,
+) -> int:
+    if resume and run_dir is None:
+        raise ConfigError(
+            what="--resume needs the run to continue", where="--resume", do="give --run-dir DIR"
+        )
+    config = load_config(config_name, overrides)
+    run_dir = run_dir or (Path(config.run.dir) if config.run.dir else None)
+    panel = Panel(max_seconds=config.run.max_seconds)
+    try:
+        begin = time.monotonic()
+        result = fit(
+            config,
+            run_dir=run_dir,
+            resume=resume,
+            name=Path(config_name).stem,
+            workers=workers,
+            address=address,
+            panel=panel,
+        )
+        seconds = time.monotonic() - begin
+    finally:
+        panel.close()
+    if result.evaluation is not None:
+        _tell_evaluation(result.evaluation, "greedy" if config.evaluation.greedy else "sampled")
+    print(f"{result.reason} after {seconds:.1f} s; run directory {result.run_dir}")
+    return INTERRUPTED if result.ended is Ended.INTERRUPTED else 0
+
+
+def evaluate(
+    where: Path,
+    episodes: int,
+    seed: int | None,
+    greedy: bool,
+    envs: int | None,
+    video: Path | None,
+    as_json: bool,
+) -> int:
+    """The `eval` command; returns its exit code."""
+    if not where.exists():
+        raise CheckpointError(
+            what=f"no such file or folder: {where}",
+            where=str(where),
+            do="give a run directory or a checkpoint",
+        )
+    if video is not None:
+        _need_encoder()
+        video.mkdir(parents=True, exist_ok=True)
+    evaluation = play(where, episodes=episodes, seed=seed, greedy=greedy, envs=envs, video=video)
+    if as_json:
+        print(json.dumps(evaluation.summary()))
+    else:
+        _tell_evaluation(evaluation, "greedy" if greedy else "sampled")
+        if video is not None:
+            print(f"films in {video}")
+    return 0
+
+
+def _need_encoder() -> None:
+    """Names the package before an episode is played, not after the last."""
+    try:
+        import imageio_ffmpeg  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            what="films need an encoder that is not installed",
+            where="--video",
+            do="pip install 'seedrl[video]' (imageio-ffmpeg)",
+        ) from None
+
+
+def _tell_evaluation(evaluation: Evaluation, how: str) -> None:
+    figures = evaluation.summary()
+    print(
+        f"{how} evaluation: {figures['episodes']} episodes, mean return {figures['mean_return']:.2f} "
+        f"(std {figures['std_return']:.2f}, min {figures['min_return']:.2f}, max {figures['max_return']:.2f}), "
+        f"mean length {figures['mean_length']:.1f}"
+    )

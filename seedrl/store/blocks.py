@@ -1,0 +1,262 @@
+"""Paged rows: storage `[K, L, ...]` per leaf in which each slot fills an open block, row by row.
+
+A full block is followed by the slot's next one, so that an unroll, its burn-in rows and its bootstrap row are row numbers
+(`block * L + offset`), never copies: each observation is stored once. Every block keeps the recurrent state at its first
+row. `BlockStorage` is the memory, which the learner maps too; `Appender` is the engine's side.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seedrl.spec import EnvSpec
+
+_ALIGN_BYTES = 128
+# torch indexes no unsigned integers but uint8: their bytes are kept under the signed type of the same width
+_STORED_AS = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
+DROP_REASONS = ("worker_died", "detached", "shutdown", "stale")
+
+
+@dataclass(frozen=True)
+class RowLeaf:
+    """One column of the store: `shape` is that of a row."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def torch_dtype(numpy_name: str) -> torch.dtype:
+    """The dtype under which a leaf of this numpy dtype is stored."""
+    dtype: torch.dtype = getattr(torch, _STORED_AS.get(numpy_name, numpy_name))
+    return dtype
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """What a row and a block hold, and how many there are. `states` are per block, the others per row."""
+
+    rows: tuple[RowLeaf, ...]
+    states: tuple[RowLeaf, ...]
+    num_blocks: int
+    block_length: int
+
+    @staticmethod
+    def of(
+        spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]], state_leaves: list[Tensor],
+        num_blocks: int, block_length: int,
+    ) -> BlockLayout:  # fmt: skip
+        """The columns that follow from the environment's spec, the action heads and a state of batch 1."""
+        rows = [
+            RowLeaf(f"obs/{leaf.name}", torch_dtype(leaf.dtype), leaf.shape)
+            for leaf in spec.observation
+        ]
+        if spec.mask_size:
+            rows.append(RowLeaf("mask", torch.uint8, (spec.mask_size,)))
+        rows += [
+            RowLeaf(f"action/{name}", dtype, shape)
+            for name, (dtype, shape) in stored_actions.items()
+        ]
+        rows += [RowLeaf("reward", torch.float32, ()), RowLeaf("flags", torch.uint8, (4,))]
+        rows += [RowLeaf("log_prob", torch.float32, ()), RowLeaf("value", torch.float32, ())]
+        rows += [RowLeaf("version", torch.int64, ())]
+        states = [
+            RowLeaf(f"state/{i}", leaf.dtype, tuple(leaf.shape[1:]))
+            for i, leaf in enumerate(state_leaves)
+        ]
+        return BlockLayout(tuple(rows), tuple(states), num_blocks, block_length)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_blocks * self.block_length
+
+    def offsets(self) -> tuple[list[int], int]:
+        """Byte offset of each leaf (rows, then states), and the total."""
+        found, at = [], 0
+        for leaf, count in self._counted():
+            found.append(at)
+            at += -(-leaf.row_bytes * count // _ALIGN_BYTES) * _ALIGN_BYTES
+        return found, max(at, _ALIGN_BYTES)
+
+    def _counted(self) -> list[tuple[RowLeaf, int]]:
+        return [(leaf, self.num_rows) for leaf in self.rows] + [
+            (leaf, self.num_blocks) for leaf in self.states
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets()[1]
+
+    def bytes_by_leaf(self) -> dict[str, int]:
+        return {leaf.name: leaf.row_bytes * count for leaf, count in self._counted()}
+
+
+class BlockStorage:
+    """The columns: `rows[name]` [K * L, ...] and `states[i]` [K, ...], as tensors over shared memory."""
+
+    def __init__(self, layout: BlockLayout, memory: mmap.mmap) -> None:
+        self.layout = layout
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        offsets, _ = layout.offsets()
+        tensors = []
+        for (leaf, count), at in zip(layout._counted(), offsets, strict=True):
+            raw = flat[at : at + leaf.row_bytes * count]
+            tensors.append(raw.view(leaf.dtype).view(count, *leaf.shape))
+        self.rows = {leaf.name: tensor for leaf, tensor in zip(layout.rows, tensors, strict=False)}
+        self.states = tensors[len(layout.rows) :]
+
+
+@dataclass(frozen=True)
+class UnrollRule:
+    """How a slot's rows become unrolls: `unroll_length` transitions after up to `burn_in` rows.
+
+    Unroll k of a run of rows has its losses on rows kT .. (k+1)T; its first row is max(0, kT - burn_in), whose state must be
+    stored: so the block length divides both.
+    """
+
+    unroll_length: int
+    burn_in: int
+    block_length: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an unroll, burn-in included: the `R` of a batch is the last `unroll_length + 1` of them."""
+        return self.burn_in + self.unroll_length + 1
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that a slot can hold which no finished unroll will give back."""
+        return (self.burn_in + self.unroll_length) // self.block_length + 1
+
+    @property
+    def blocks_per_unroll(self) -> int:
+        return self.unroll_length // self.block_length
+
+    @property
+    def blocks_shared(self) -> int:
+        """Blocks of the next unroll that a finished one may still read: its bootstrap row's, and its rows as burn-in."""
+        return self.burn_in // self.block_length + 1
+
+
+@dataclass
+class Unrolls:
+    """Unrolls that a batch of appended rows completed, `c` of them."""
+
+    index: (
+        np.ndarray
+    )  # int64 [c, burn_in + T + 1]: rows of the storage; before a run's start its first row repeats
+    state_block: np.ndarray  # int64 [c]: the block whose stored state belongs to the first row
+    slots: np.ndarray  # int64 [c]
+    release: (
+        np.ndarray
+    )  # int64 [c, T / L]: blocks that nobody needs once this unroll is consumed; -1 is none
+
+
+class Appender:
+    """Appends rows of many slots at once; hands out the unrolls they complete. One writer: the engine.
+
+    Args:
+        storage: the columns. num_slots: N. rule: see UnrollRule.
+    """
+
+    def __init__(self, storage: BlockStorage, num_slots: int, rule: UnrollRule) -> None:
+        self.storage, self.rule = storage, rule
+        self.free = list(range(storage.layout.num_blocks - 1, -1, -1))
+        self._ring = rule.blocks_held + 1
+        self._chain = np.full(
+            (num_slots, self._ring), -1, np.int64
+        )  # the slot's newest blocks, by number modulo
+        self._count = np.zeros(num_slots, np.int64)  # rows of the slot's run so far
+        self._pushed = np.zeros(num_slots, np.int64)  # unrolls of the run so far
+        self._span = np.arange(rule.num_rows) - rule.burn_in
+        self._release_span = np.arange(rule.blocks_per_unroll)
+
+    def blocks_needed(self, slots: np.ndarray) -> int:
+        """New blocks that appending one row to each of `slots` would take."""
+        return int(np.count_nonzero(self._count[slots] % self.rule.block_length == 0))
+
+    def append(
+        self, slots: np.ndarray, columns: dict[str, Tensor], states: list[Tensor]
+    ) -> Unrolls | None:
+        """Appends one row to each slot.
+
+        Args:
+            slots: int64 [B], each at most once.
+            columns: a tensor [B, ...] for each row leaf of the layout.
+            states: leaves [B, ...] of the state entering the rows.
+        Returns: the unrolls completed, or None. The caller has seen to it that blocks are free.
+        """
+        length, counts = self.rule.block_length, self._count[slots]
+        offset = counts % length
+        opening = np.flatnonzero(offset == 0)
+        if opening.size:
+            blocks = np.array([self.free.pop() for _ in range(opening.size)], np.int64)
+            owners = slots[opening]
+            self._chain[owners, (counts[opening] // length) % self._ring] = blocks
+            if states:
+                at, source = torch.from_numpy(blocks), torch.from_numpy(opening)
+                for store, state in zip(self.storage.states, states, strict=True):
+                    store.index_copy_(0, at, state.index_select(0, source))
+        block = self._chain[slots, (counts // length) % self._ring]
+        rows = torch.from_numpy(block * length + offset)
+        for name, store in self.storage.rows.items():
+            store.index_copy_(0, rows, columns[name])
+        self._count[slots] = counts = counts + 1
+        unroll = self.rule.unroll_length
+        done = np.flatnonzero((counts % unroll == 1 % unroll) & (counts > unroll))
+        return self._complete(slots[done]) if done.size else None
+
+    def _complete(self, slots: np.ndarray) -> Unrolls:
+        rule, length = self.rule, self.rule.block_length
+        begin = self._pushed[slots] * rule.unroll_length  # first row with a loss
+        rows = np.maximum(begin[:, None] + self._span, 0)  # [c, R]
+        lane = slots[:, None]
+        index = self._chain[lane, (rows // length) % self._ring] * length + rows % length
+        first_block = rows[:, 0] // length
+        state_block = self._chain[slots, first_block % self._ring]
+        # once this unroll is consumed, nothing before the next one's first row is needed
+        low = (begin - rule.burn_in) // length
+        number = low[:, None] + self._release_span
+        release = np.where(number >= 0, self._chain[lane, number % self._ring], -1)
+        self._pushed[slots] += 1
+        return Unrolls(index, state_block, slots.copy(), release)
+
+    def discard(self, slots: np.ndarray) -> tuple[int, list[tuple[int, list[int]]]]:
+        """Ends the runs of `slots`: the rows of their unfinished unrolls are dropped.
+
+        Returns: rows dropped; and for each slot whose newest unroll may not be consumed yet, the blocks that this unroll
+            still reads (its bootstrap row, its last rows as burn-in): to give back once it is. The others are free at once.
+        """
+        rule, length = self.rule, self.rule.block_length
+        dropped, shared = 0, []
+        for slot in slots.tolist():  # once a lease, not once a step
+            count, begin = int(self._count[slot]), int(self._pushed[slot]) * rule.unroll_length
+            dropped += count - begin
+            low, bootstrap, high = (
+                max(0, begin - rule.burn_in) // length,
+                begin // length,
+                -(-count // length),
+            )
+            if begin == 0:
+                bootstrap = -1
+            blocks = {
+                number: int(self._chain[slot, number % self._ring]) for number in range(low, high)
+            }
+            self.free += [block for number, block in blocks.items() if number > bootstrap]
+            if begin:
+                shared.append(
+                    (slot, [block for number, block in blocks.items() if number <= bootstrap])
+                )
+        self._count[slots] = 0
+        self._pushed[slots] = 0
+        return dropped, shared

@@ -1,0 +1,76 @@
+"""The policy's recurrent state by slot, on the device; it never visits the host.
+
+A state is any nest (tuples, lists, dicts) of tensors whose first dimension is the slot, or an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = Any  # a tensor, or a tuple, list or dict of states
+
+
+def leaves(state: State) -> list[Tensor]:
+    """The tensors of a nest, in a fixed order (dicts by sorted key)."""
+    if isinstance(state, Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [leaf for key in sorted(state) for leaf in leaves(state[key])]
+    return [leaf for part in state for leaf in leaves(part)]
+
+
+def rebuild(like: State, tensors: list[Tensor]) -> State:
+    """A nest of the shape of `like` with `tensors` in the order of `leaves`."""
+    return _rebuild(like, iter(tensors))
+
+
+def _rebuild(like: State, tensors: Iterator[Tensor]) -> State:
+    if isinstance(like, Tensor):
+        return next(tensors)
+    if isinstance(like, dict):
+        return {key: _rebuild(like[key], tensors) for key in sorted(like)}
+    if hasattr(like, "_fields"):
+        return type(like)(*(_rebuild(part, tensors) for part in like))
+    return type(like)(_rebuild(part, tensors) for part in like)
+
+
+class StateStore:
+    """One state a slot: gathered for a batch, the initial one where a row is `first`, scattered back after the step.
+
+    Args:
+        initial: the policy's initial state for one slot, each leaf [1, ...].
+    """
+
+    def __init__(self, initial: State, num_slots: int, device: torch.device) -> None:
+        self.like = initial
+        self._initial = [leaf.detach().to(device) for leaf in leaves(initial)]
+        self._store = [
+            leaf.repeat(num_slots, *(1 for _ in leaf.shape[1:])) for leaf in self._initial
+        ]
+        self._batch = [torch.empty_like(leaf) for leaf in self._store]
+        self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in self._store)
+
+    def gather(self, slots: Tensor, first: Tensor) -> tuple[State, list[Tensor]]:
+        """The states entering the rows of `slots`.
+
+        Args: slots int64 [B]; first bool [B], where the row begins an episode.
+        Returns: the nest, each leaf [B, ...], and its leaves; valid until the next call.
+        """
+        count, taken = slots.shape[0], []
+        any_first = bool(first.any()) if self._store else False
+        for store, batch, initial in zip(self._store, self._batch, self._initial, strict=True):
+            into = batch[:count]
+            torch.index_select(store, 0, slots, out=into)
+            if any_first:
+                into[first] = initial
+            taken.append(into)
+        return rebuild(self.like, taken), taken
+
+    def scatter(self, slots: Tensor, state: State) -> None:
+        """Keeps the states that left the rows of `slots`: int64 [B], each leaf [B, ...]."""
+        for store, new in zip(self._store, leaves(state), strict=True):
+            store.index_copy_(0, slots, new)

@@ -1,0 +1,590 @@
+"""The supervisor: starts engine, learner and workers, hears them, shuts all down. Sockets and files live here, not in the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from seedrl import host
+from seedrl.children import Child, Children
+from seedrl.config import Config
+from seedrl.errors import RunError, SeedrlError, from_wire
+from seedrl.spec import EnvSpec
+from seedrl.store.board import Board, EpisodeReader
+from seedrl.transport import doorbell
+from seedrl.transport.attach import Door, Lease
+from seedrl.transport.channel import Channel
+from seedrl.transport.slab import PHASE, SIZE, START, STOP, SUPERVISOR_LINE, Phase, Slab, SlabLayout
+
+MAX_GROUPS = 512
+_START_S = 120.0  # a large policy, a slow disk: imports and allocation may take so long
+_RESPAWNS, _RESPAWN_WINDOW_S = 5, 60.0
+_LEARNER_GRACE_S = 6.0  # of the 10 s in which everything must be gone
+_TICK_S = 0.05
+
+
+class Ended(Enum):
+    """How `Supervisor.train` came to its end."""
+
+    DONE = "done"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass
+class WorkerSlot:
+    """One worker that the supervisor keeps alive."""
+
+    index: int
+    evaluation: bool
+    attempt: int = 0
+    child: Child | None = None
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Returns and lengths of evaluation episodes."""
+
+    returns: np.ndarray  # float64 [E]
+    lengths: np.ndarray  # float64 [E]
+
+    def summary(self) -> dict[str, float | int]:
+        return {
+            "episodes": int(self.returns.size),
+            "mean_return": float(self.returns.mean()), "std_return": float(self.returns.std()),
+            "min_return": float(self.returns.min()), "max_return": float(self.returns.max()),
+            "mean_length": float(self.lengths.mean()),
+        }  # fmt: skip
+
+
+class Supervisor:
+    """One run's processes and the door, from `start` to `close`; a context manager.
+
+    Args:
+        config: complete. spec: of the environment. run_dir: for logs, checkpoints and the door's address.
+        address: where workers attach; None is a socket in the run directory.
+        checkpoint: weights to act with when there is no learner. resume: checkpoint (or folder) that the learner continues.
+        on_metrics, on_message: called with each record of figures, and with each line for the user.
+    """
+
+    def __init__(
+        self, config: Config, spec: EnvSpec, run_dir: Path, *, num_slots: int, address: Path | None = None,
+        checkpoint: Path | None = None, resume: Path | None = None, greedy: bool = True,
+        on_metrics: Callable[[dict[str, Any]], None] = lambda record: None,
+        on_message: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        host.require_ordered_stores()
+        self.config, self.spec, self.run_dir = config, spec, run_dir
+        self.learning = checkpoint is None
+        self._checkpoint, self._resume, self._greedy = checkpoint, resume, greedy
+        self._on_metrics, self._on_message = on_metrics, on_message
+        self.layout = SlabLayout.of(spec, num_slots, min(num_slots, MAX_GROUPS))
+        self.address = address or run_dir / "door.sock"
+        self.failure: SeedrlError | None = None
+        self.done: str | None = None
+        self.sizes: dict[str, Any] = {}
+        self.final: dict[str, Any] = {}
+        self.faults: Counter[str] = Counter()
+        self.seats_taken = 0
+        self._first_traceback: dict[str, str] = {}
+        self._interrupts = 0
+        self._workers: list[WorkerSlot] = []
+        self._deaths: deque[float] = deque()
+        self._engine_ready = self._learner_ready = self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._old_handlers: dict[int, Any] = {}
+        self.children = Children()
+        self._logs = run_dir / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------------------- start
+
+    def _open(self) -> None:
+        stats = len(self.spec.stats)
+        self._slab_fd = host.memfd("slab", self.layout.nbytes)
+        self.slab = Slab(host.map_shared(self._slab_fd, self.layout.nbytes), self.layout)
+        self._board_fd = host.memfd("board", Board.nbytes(stats))
+        self.board = Board(host.map_shared(self._board_fd, Board.nbytes(stats)), stats)
+        self._bell, self._learner_bell = doorbell.make(), doorbell.make()
+        self._doors = [doorbell.make() for _ in range(self.layout.num_groups)]
+        batching = self.config.batching
+        max_group = min(batching.max_batch or self.layout.num_slots, self.layout.num_slots)
+        self.door = Door(
+            self.address, self.slab, self._slab_fd, self._bell, self._doors, self.spec, self.config.run.seed, max_group,
+            self._heard_door,
+        )  # fmt: skip
+        self.children.forget_at_death(self.address)
+        self._selector.register(self.door.listener, selectors.EVENT_READ, self._accept)
+        self._install_signals()
+
+    def start(self) -> None:
+        """Starts engine and learner and returns once both are ready to act."""
+        self._engine_channel, engine_end = Channel.pair()
+        self._engine = self._start_process(
+            "engine", "seedrl.engine.loop", engine_end, self.config.engine.threads
+        )
+        if self.learning:  # its imports take as long as the engine's, and there may be two cores
+            self._start_learner()
+        message = {
+            **self._common(), "num_groups": self.layout.num_groups, "learner": self.learning, "greedy": self._greedy,
+            "checkpoint": str(self._checkpoint) if self._checkpoint else None,
+        }  # fmt: skip
+        self._engine_channel.send(
+            message, [self._slab_fd, self._bell, self._learner_bell, self._board_fd, *self._doors]
+        )
+        self._selector.register(self._engine_channel, selectors.EVENT_READ, self._heard_engine)
+        deadline = time.monotonic() + _START_S
+        while not (self._engine_ready and (self._learner_ready or not self.learning)):
+            self.pump()
+            if time.monotonic() > deadline:
+                raise RunError(
+                    what=f"engine and learner were not ready after {_START_S:.0f} s",
+                    where=str(self._logs),
+                )
+            if self._interrupts:
+                raise KeyboardInterrupt
+
+    def _start_learner(self) -> None:
+        self._learner_channel, end = Channel.pair()
+        self._learner = self._start_process(
+            "learner", "seedrl.learn.loop", end, self.config.learner.threads
+        )
+        self._selector.register(self._learner_channel, selectors.EVENT_READ, self._heard_learner)
+
+    def _hand_store_to_learner(self, fds: list[int]) -> None:
+        """`fds` are the replay storage's, its control memory's and the weights'."""
+        message = {
+            **self._common(),
+            "run_dir": str(self.run_dir),
+            "resume": str(self._resume) if self._resume else None,
+        }
+        self._learner_channel.send(message, [*fds, self._board_fd, self._learner_bell, self._bell])
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "config": self.config.model_dump(mode="json", by_alias=True), "spec": self.spec.to_dict(),
+            "num_slots": self.layout.num_slots,
+        }  # fmt: skip
+
+    def _start_process(self, name: str, module: str, end: Channel, threads: int) -> Child:
+        arguments = ["--channel", str(end.fileno()), "--parent", str(os.getpid())]
+        child = self.children.start(
+            name,
+            module,
+            arguments,
+            threads=threads,
+            fds=[end.fileno()],
+            log=self._logs / f"{name}.txt",
+        )
+        end.close()
+        self._watch(child)
+        return child
+
+    def _watch(self, child: Child) -> None:
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda _: self._ended(child))
+
+    def start_workers(
+        self,
+        num: int,
+        envs: int,
+        groups: int,
+        *,
+        evaluation: bool = False,
+        extra: list[str] | None = None,
+    ) -> None:
+        """Starts `num` workers that attach here, and keeps them alive."""
+        env = self.config.env
+        for index in range(num):
+            worker = WorkerSlot(index, evaluation)
+            worker.arguments = [
+                "--address", f"unix://{self.address.absolute()}", "--env", env.id, "--env-kwargs", json.dumps(env.kwargs),
+                "--envs", str(envs), "--groups", str(groups), "--check", env.check,
+                "--check-steps", str(env.check_steps), "--on-nan", env.on_nan, "--max-rebuilds", str(env.max_rebuilds),
+                "--rebuild-window-s", str(env.rebuild_window_s), "--supervised", "--parent", str(os.getpid()),
+                *(["--action-mask", self.spec.action_mask] if self.spec.action_mask else []),
+                *(part for name in env.stats for part in ("--stat", name)),
+                *(["--evaluation"] if evaluation else []), *(extra or []),
+            ]  # fmt: skip
+            self._workers.append(worker)
+            self._start_worker(worker)
+
+    def _start_worker(self, worker: WorkerSlot) -> None:
+        kind = "evaluation" if worker.evaluation else "worker"
+        arguments = [
+            *worker.arguments,
+            "--index",
+            str(worker.index),
+            "--attempt",
+            str(worker.attempt),
+        ]
+        worker.child = self.children.start(
+            f"{kind} {worker.index}",
+            "seedrl.worker.loop",
+            arguments,
+            log=self._logs / f"{kind}-{worker.index}.txt",
+        )
+        self._watch(worker.child)
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def pump(self, timeout_s: float = _TICK_S) -> None:
+        """Handles what has happened, for at most `timeout_s`; raises the failure that ends the run."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data(key.fileobj)
+        self.door.collect()
+        if self.failure is not None:
+            raise self.failure
+
+    def _accept(self, _: Any) -> None:
+        lease = self.door.accept()
+        if lease is not None:
+            fd = lease.connection.fileno()
+            self._selector.register(fd, selectors.EVENT_READ, lambda _: self.door.hear(fd))
+
+    def _heard_door(self, event: str, lease: Lease, report: dict[str, Any]) -> None:
+        name = f"worker {lease.worker}" if lease.worker >= 0 else f"pid {lease.pid}"
+        if event == "attached":
+            self.seats_taken += report["slots"]
+            if lease.pid not in self._own_pids():
+                self._say(
+                    f"{name} of {report['host']} attached: {report['slots']} slots, {self.door.free_slots()} free"
+                )
+        elif event == "refused":
+            self._say(f"{name} refused: {report['what']}")
+            if lease.pid in self._own_pids():
+                self.failure = self.failure or from_wire(report)
+        elif event in ("detached", "gone"):
+            self._selector.unregister(lease.fd)
+            self.seats_taken -= sum(int(self.slab.lease[group, SIZE]) for group in lease.groups)
+            if lease.groups and lease.pid not in self._own_pids() and not self._stopping:
+                self._say(
+                    f"{name} {'detached' if lease.said_bye else 'died'}: its slots are free again"
+                )
+        else:
+            self._heard_report(name, lease, report)
+
+    def _heard_report(self, name: str, lease: Lease, report: dict[str, Any]) -> None:
+        kind = report.get("type")
+        if kind == "fault":
+            fault = str(report.get("kind", "raised"))
+            self.faults[fault] += 1
+            where = f"{name}, seat {report.get('seat')}, episode {report.get('episode')}, step {report.get('step')}"
+            self._first_traceback.setdefault(fault, str(report.get("traceback", "")))
+            self._say(
+                f"{report.get('env', 'environment')} fault at {where}: {report.get('message')}"
+            )
+        elif kind == "failed":
+            error = from_wire(report)
+            self._say(f"{name} failed: {error.what}")
+            if lease.pid in self._own_pids():
+                error.where = error.where or f"{name}, {lease.env}"
+                error.traceback_text = next(
+                    filter(None, self._first_traceback.values()), error.traceback_text
+                )
+                self.failure = self.failure or error
+        elif kind == "warning":
+            self._say(f"{name}: {report.get('message')}")
+
+    def _own_pids(self) -> set[int]:
+        return {worker.child.pid for worker in self._workers if worker.child is not None}
+
+    def _heard_engine(self, channel: Channel) -> None:
+        received = self._receive(channel)
+        if received is None:
+            return
+        message, fds = received
+        if message["type"] == "ready":
+            self._engine_ready, self.sizes = True, message["sizes"]
+            if self.learning:
+                self._hand_store_to_learner(fds)
+            for fd in fds:
+                os.close(fd)
+        elif message["type"] == "failed":
+            self.failure = self.failure or from_wire(message)
+
+    def _heard_learner(self, channel: Channel) -> None:
+        received = self._receive(channel)
+        if received is None:
+            return
+        message, _ = received
+        kind = message["type"]
+        if kind == "metrics":
+            self._on_metrics(self._with_evaluation(message["record"]))
+        elif kind == "ready":
+            self._learner_ready = True
+            self.sizes["parameters"] = message["parameters"]
+        elif kind == "done":
+            self.done = self.done or message["reason"]
+        elif kind == "stopped":
+            self.final = message
+        elif kind == "resumed":
+            for path in message["skipped"]:
+                self._say(f"skipped a checkpoint that is not whole: {path}")
+            self._say(
+                f"resumed from {message['path']}: {message['env_steps']} steps, {message['updates']} updates"
+            )
+        elif kind == "failed":
+            self.failure = self.failure or from_wire(message)
+
+    def _receive(self, channel: Channel) -> tuple[dict[str, Any], list[int]] | None:
+        received = channel.receive()
+        if received is None:
+            self._selector.unregister(channel)
+        return received
+
+    def _ended(self, child: Child) -> None:
+        """A process has ended: expected, or a reason to start it again, or the end of the run."""
+        self._selector.unregister(child.pidfd)
+        how = child.process.wait() and child.how_it_ended()
+        self.children.bury(child)
+        worker = next((worker for worker in self._workers if worker.child is child), None)
+        if self._stopping:
+            return
+        if worker is None:
+            for channel in (self._engine_channel, getattr(self, "_learner_channel", None)):
+                if channel is not None:  # its last words may still be in the line
+                    self._drain(channel)
+            if self.failure is None and not (child.name == "learner" and self.final):
+                self.failure = RunError(
+                    what=f"the {child.name} ended by itself: {how or 'exit code 0'}", where=str(child.log),
+                    do="see that log; continue with --resume",
+                )  # fmt: skip
+            return
+        for fd in [fd for fd, lease in self.door.leases.items() if lease.pid == child.pid]:
+            self.door.hear(fd)  # its last report, or the end of its socket
+        if self.failure is not None or worker not in self._workers:
+            return
+        if worker.evaluation and not how:
+            return
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths and now - self._deaths[0] > _RESPAWN_WINDOW_S:
+            self._deaths.popleft()
+        if len(self._deaths) > _RESPAWNS:
+            self.failure = RunError(
+                what=f"workers died {len(self._deaths)} times within {_RESPAWN_WINDOW_S:.0f} s, the last: {child.name}, {how}",
+                where=str(child.log), do="see that log",
+            )  # fmt: skip
+            return
+        worker.attempt += 1
+        self._say(f"{child.name} ended ({how or 'exit code 0'}); started again")
+        self._start_worker(worker)
+
+    def _drain(self, channel: Channel) -> None:
+        channel.socket.setblocking(False)
+        heard = self._heard_engine if channel is self._engine_channel else self._heard_learner
+        try:
+            while channel in [key.fileobj for key in self._selector.get_map().values()]:
+                heard(channel)
+        except (BlockingIOError, ConnectionError):
+            pass
+
+    def _say(self, text: str) -> None:
+        self._on_message(text)
+
+    # ------------------------------------------------------------------------------------------------------ signals
+
+    def _install_signals(self) -> None:
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
+            self._old_wakeup = signal.set_wakeup_fd(
+                self._wake_write.fileno(), warn_on_full_buffer=False
+            )
+        except ValueError:  # a thread of somebody's program: its main thread keeps its signals
+            return
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda s: s.recv(64))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupts > 0
+
+    # -------------------------------------------------------------------------------------------------------- phases
+
+    def enter(self, phase: Phase) -> None:
+        """Tells the engine what it may do."""
+        self.slab.control[SUPERVISOR_LINE, PHASE] = phase
+        os.eventfd_write(self._bell, 1)
+
+    def train(self) -> Ended:
+        """Acts and learns until the run's end, an interrupt, or a failure (raised)."""
+        if self.config.run.deterministic:
+            wanted = self.config.workers.num * self.config.workers.envs_per_worker
+            while self.seats_taken < wanted and not self.interrupted:
+                self.pump()
+        self.enter(Phase.ACT)
+        limit, begin = self.config.run.max_seconds, time.monotonic()
+        while not self.done and not self.interrupted:
+            self.pump()
+            if limit is not None and time.monotonic() - begin >= limit:
+                self.done = f"max_seconds {limit:g} reached"
+        return Ended.INTERRUPTED if self.interrupted else Ended.DONE
+
+    def stop_training(self) -> None:
+        """Ends acting and learning: the engine lets go of all runs, the learner writes its checkpoint."""
+        self.enter(Phase.EVALUATE)
+        self._stopping = True
+        self._pump_until(lambda: self.board.get("acting") == Phase.EVALUATE, 2.0)
+        if (
+            self.learning
+        ):  # after the engine, so that its accounts are of everything that was stored
+            self._learner.process.terminate()
+            self._pump_until(lambda: bool(self.final), _LEARNER_GRACE_S)
+        workers = [
+            worker.child
+            for worker in self._workers
+            if worker.child is not None and not worker.evaluation
+        ]
+        self._workers = [worker for worker in self._workers if worker.evaluation]
+        self._end(workers, 1.0)
+        if self.learning:
+            self._end([self._learner], 0.5)
+        self._stopping = False
+
+    def _pump_until(self, reached: Callable[[], bool], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not reached() and time.monotonic() < deadline:
+            self.pump(0.01)
+
+    def _end(self, children: list[Child], grace_s: float) -> None:
+        for child in children:
+            if child in self.children.living():
+                self._selector.unregister(child.pidfd)
+        self.children.end([child for child in children if child in self.children.living()], grace_s)
+        for _ in range(len(self.door.leases) + 1):
+            self.pump(0.0)
+
+    def accounts(self) -> dict[str, int]:
+        """The rows of training, acted and what became of them; see `balance`."""
+        get = self.board.get
+        dropped = {name: get(f"dropped_{name}") for name in ("worker_died", "detached", "shutdown")}
+        return {"acted": get("rows_acted"), "stored": get("rows_stored"), **dropped}
+
+    def evaluate(
+        self,
+        episodes: int,
+        envs: int,
+        *,
+        extra: list[str] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Evaluation:
+        """Plays `episodes` episodes on `envs` evaluation slots: the first ones of each slot, so that short ones count no more.
+
+        Raises: the failure of the worker, KeyboardInterrupt.
+        """
+        quota = -(-episodes // envs)
+        reader = EpisodeReader(self.board)
+        before = {fd for fd in self.door.leases}
+        if self.board.get("acting") != Phase.EVALUATE:
+            self.enter(Phase.EVALUATE)
+        self.start_workers(1, envs, 1, evaluation=True, extra=extra)
+        returns: dict[int, list[tuple[float, float]]] = {}
+        slots: set[int] = set()
+        while True:
+            self.pump()
+            if self.interrupted:
+                raise KeyboardInterrupt
+            for fd, lease in self.door.leases.items():
+                if fd not in before and lease.evaluation:
+                    for group in lease.groups:
+                        start, size = (int(self.slab.lease[group, word]) for word in (START, SIZE))
+                        slots.update(range(start, start + size))
+            for slot, evaluation, value, length, *_ in reader.read().tolist():
+                seen = returns.setdefault(int(slot), [])
+                if evaluation and len(seen) < quota:
+                    seen.append((value, length))
+            played = sum(len(returns.get(slot, ())) for slot in slots)
+            if progress is not None:
+                progress(min(played, episodes))
+            if slots and played >= quota * len(slots):
+                break
+        workers = [worker for worker in self._workers if worker.evaluation]
+        self._stopping = True
+        self._end([worker.child for worker in workers if worker.child is not None], 2.0)
+        self._workers = [worker for worker in self._workers if not worker.evaluation]
+        self._stopping = False
+        order = [returns[slot][k] for k in range(quota) for slot in sorted(slots)][:episodes]
+        table = np.array(order)
+        return Evaluation(table[:, 0], table[:, 1])
+
+    def _with_evaluation(self, record: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **record,
+            "environment_faults": sum(self.faults.values()),
+            "live_slots": self.board.get("live_slots"),
+        }
+
+    def close(self) -> None:
+        """Ends whatever runs; nothing is left of it afterwards."""
+        self._stopping = True
+        if hasattr(self, "slab"):
+            self.slab.control[SUPERVISOR_LINE, STOP] = 1
+            self.slab.control[SUPERVISOR_LINE, PHASE] = Phase.EXIT
+            os.eventfd_write(self._bell, 1)
+            for door in self._doors:
+                os.eventfd_write(door, 1)
+        self.children.close(0.0 if self._interrupts > 1 else 2.0)
+        if hasattr(self, "door"):
+            self.door.close()
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        if self._old_handlers:
+            signal.set_wakeup_fd(self._old_wakeup)
+        self._selector.close()
+        for name in ("_engine_channel", "_learner_channel", "_wake_read", "_wake_write"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        for fd in [
+            *getattr(self, "_doors", []),
+            *(
+                getattr(self, name)
+                for name in ("_slab_fd", "_board_fd", "_bell", "_learner_bell")
+                if hasattr(self, name)
+            ),
+        ]:
+            os.close(fd)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def balance(accounts: dict[str, int], final: dict[str, Any]) -> tuple[str, bool]:
+    """The accounts in one line, and whether they balance: every acted row was stored or dropped, every stored one learnt or left."""
+    dropped = {name: accounts[name] for name in ("worker_died", "detached", "shutdown")}
+    left = accounts["stored"] - final["learned_rows"] - final["stale_rows"] - final["queued_rows"]
+    fits = accounts["acted"] == accounts["stored"] + sum(dropped.values()) and left == 0
+    reasons = ", ".join(f"{name} {count}" for name, count in dropped.items())
+    line = (
+        f"rows acted {accounts['acted']} = stored {accounts['stored']} + dropped {sum(dropped.values())} ({reasons}); "
+        f"stored = learnt {final['learned_rows']} + stale {final['stale_rows']} + queued {final['queued_rows']}"
+    )
+    return line + ("" if fits else "  DO NOT BALANCE"), fits

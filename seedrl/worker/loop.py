@@ -1,0 +1,306 @@
+"""The worker process: environments of its own, stepped group by group; the engine answers the others meanwhile.
+
+`python -m seedrl.worker.loop --address unix://PATH --env ENV ...` makes the environments, tries them, takes seats at the door, and
+goes round its groups until the server ends the lease (exit 0), it is told to stop, or an environment may not be rebuilt (exit 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from seedrl import host
+from seedrl.errors import AddressError, ConfigError, EnvError, SeedrlError
+from seedrl.spec import EnvSpec
+from seedrl.transport import attach
+from seedrl.worker.check import check_env, require_same_spec
+from seedrl.worker.envs import close_all, is_vector, make_env, spec_of
+from seedrl.worker.group import TRIAL, Group, RebuildBudget, Rules, VectorGroup, seat_seed
+from seedrl.worker.process import kill_descendants
+
+_TRIAL_BUDGET_S = 10.0
+_CLOSE_S = 1.0  # for all environments, when the worker ends
+_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
+
+
+class _Told(BaseException):
+    """SIGTERM, or SIGINT of a worker started by hand: leave in good order, whatever the environments are at."""
+
+
+class Worker:
+    """Environments, groups and the lease that joins them.
+
+    Args: arguments: of the command line, see `parser`.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.where = (
+            f"worker {arguments.index}"
+            if arguments.index is not None
+            else f"worker pid {os.getpid()}"
+        )
+        self.sizes: list[int] = []
+        self.envs: list[Any] = []  # single ones seat by seat, or one vector environment a group
+        self.warnings: list[str] = []
+        self.groups: list[Group | VectorGroup] = []
+        self.link: attach.Link | None = None
+        self.rules = Rules(
+            arguments.on_nan, RebuildBudget(arguments.max_rebuilds, arguments.rebuild_window_s), self.where
+        )  # fmt: skip
+        self.seed_parts = (0, arguments.evaluation, arguments.index or 0)
+
+    def make(self, seat: int = 0, size: int | None = None) -> Any:
+        """One more environment, with the size of its group when it is a vector environment."""
+        arguments = self.arguments
+        if not arguments.video:
+            return make_env(arguments.env, arguments.env_kwargs, num_envs=size)
+        from seedrl.worker.video import Recorder
+
+        env = make_env(arguments.env, arguments.env_kwargs, "rgb_array", num_envs=size)
+        return Recorder(env, Path(arguments.video), seat, arguments.video_episodes)
+
+    def build(self) -> EnvSpec:
+        """Makes every environment and returns their common spec."""
+        arguments = self.arguments
+        each = arguments.envs // arguments.groups
+        first = self.make(0, each)
+        self.envs.append(first)
+        spec = spec_of(first, arguments.env, arguments.action_mask, arguments.stat)
+        if is_vector(first):
+            if first.num_envs * arguments.groups != arguments.envs:
+                raise ConfigError(
+                    what=f"the vector environment has {first.num_envs} seats, a group {each}", where=f"env.id {arguments.env}",
+                    do=f"ask for {first.num_envs * arguments.groups} environments, or let its constructor take num_envs",
+                )  # fmt: skip
+            self.sizes = [first.num_envs] * arguments.groups
+            self.envs += [self.make(each * group, each) for group in range(1, arguments.groups)]
+        else:
+            self.sizes = [each] * arguments.groups
+            self.envs += [self.make(seat) for seat in range(1, arguments.envs)]
+        for number, env in enumerate(self.envs[1:], 1):
+            require_same_spec(
+                env, spec, f"{self.where}, {'group' if is_vector(env) else 'seat'} {number}"
+            )
+        return spec
+
+    def try_out(self, spec: EnvSpec) -> None:
+        """The trial before the first real step. Evaluation seats have none: it would play with what they are to show."""
+        arguments = self.arguments
+        if arguments.evaluation or not arguments.check_steps:
+            return
+        deadline = time.monotonic() + _TRIAL_BUDGET_S
+        for seat, env in enumerate(self.envs):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.warnings.append(
+                    f"the trial of the environments was cut short after {_TRIAL_BUDGET_S:g} s, at seat {seat}"
+                )
+                return
+            seed = seat_seed(0, False, arguments.index or 0, seat, TRIAL)
+            found = check_env(
+                env, spec, seed, arguments.check_steps, left, arguments.check, on_nan=arguments.on_nan,
+                where=f"{self.where}, seat {seat}",
+            )  # fmt: skip
+            self.warnings += [text for text in found if text not in self.warnings]
+
+    def attach(self, spec: EnvSpec) -> None:
+        """Takes seats for every group, seated anew or for the first time."""
+        arguments = self.arguments
+        hello = {
+            "groups": self.sizes, "spec": spec.to_dict(), "pid": os.getpid(), "host": socket.gethostname(), "env": arguments.env,
+            "evaluation": arguments.evaluation, "attempt": arguments.attempt,
+            **({} if arguments.index is None else {"index": arguments.index}),
+        }  # fmt: skip
+        self.link = link = self._connect(hello)
+        self.seed_parts = (link.seed, arguments.evaluation, link.worker)
+        if self.groups:
+            for group, seats in zip(self.groups, link.groups, strict=True):
+                group.bind(seats.view)
+            return
+        at = 0
+        for number, (seats, size) in enumerate(zip(link.groups, self.sizes, strict=True)):
+            seed = partial(self._seed, at)
+            if is_vector(self.envs[0]):
+                make = partial(self.make, at, size)
+                self.groups.append(
+                    VectorGroup(
+                        self.envs[number],
+                        spec,
+                        seats.view,
+                        make=make,
+                        seed=seed,
+                        rules=self.rules,
+                        group=number,
+                    )
+                )
+            else:
+                envs = self.envs[at : at + size]
+                make = partial(self.make, at)
+                self.groups.append(
+                    Group(
+                        envs, spec, seats.view, make=make, seed=seed, rules=self.rules, group=number
+                    )
+                )
+            at += size
+
+    def _seed(self, begin: int, seat: int, *extra: int) -> int:
+        run_seed, evaluation, worker = self.seed_parts
+        return seat_seed(run_seed, evaluation, worker, begin + seat, *extra)
+
+    def _connect(self, hello: dict[str, Any]) -> attach.Link:
+        """Knocks until somebody opens, for `--reconnect-s`; says once that nobody does."""
+        deadline, pause, said = time.monotonic() + self.arguments.reconnect_s, _BACKOFF_S, False
+        while True:
+            try:
+                return attach.connect(self.arguments.address, hello)
+            except AddressError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if not said:
+                    print(
+                        f"{self.where}: {error.what}; trying for {self.arguments.reconnect_s:g} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    said = True
+            time.sleep(pause * random.uniform(0.5, 1.5))  # many workers do not come back in step
+            pause = min(2 * pause, _LONGEST_BACKOFF_S)
+
+    def run(self) -> None:
+        """From the environments to the end of the lease, and to a new one when the server was lost."""
+        spec = self.build()
+        self.try_out(spec)
+        seeded = True
+        while True:
+            self.attach(spec)
+            assert self.link is not None
+            for text in self.warnings:
+                self.link.send({"type": "warning", "message": text})
+            self.warnings = []
+            self.serve(seeded)
+            seeded = False
+            ended = self.link.stopped
+            self.link.close()
+            self.link = None
+            if ended or not self.arguments.reconnect_s:
+                return
+
+    def serve(self, seeded: bool) -> None:
+        """Resets every environment, then goes round the groups until the server ends the lease."""
+        assert self.link is not None
+        links, groups = self.link.groups, self.groups
+        for group, link in zip(groups, links, strict=True):
+            group.reset(seeded)
+            self._report(group)
+            link.publish()
+        while True:
+            for group, link in zip(groups, links, strict=True):
+                if not link.wait():
+                    return
+                group.step()
+                if group.faults:
+                    self._report(group)
+                link.publish()
+
+    def _report(self, group: Group | VectorGroup) -> None:
+        assert self.link is not None
+        for fault in group.faults:
+            self.link.send(fault)
+        group.faults.clear()
+
+    def fail(self, error: SeedrlError) -> None:
+        """Tells the server why this worker ends."""
+        if self.link is None:
+            attach.report_failure(self.arguments.address, error)
+            return
+        for group in self.groups:
+            self._report(group)
+        self.link.send({"type": "failed", **error.to_wire()})
+
+    def close(self) -> None:
+        """Gives the seats back, closes the environments and ends what they have started."""
+        if self.link is not None:
+            self.link.close()
+        owned = [env for group in self.groups for env in group.envs] or self.envs
+        close_all(owned, _CLOSE_S)
+        kill_descendants()
+
+
+def parser() -> argparse.ArgumentParser:
+    parse = argparse.ArgumentParser(prog="seedrl.worker.loop")
+    parse.add_argument("--address", required=True)
+    parse.add_argument("--env", required=True)
+    parse.add_argument("--env-kwargs", type=json.loads, default={})
+    parse.add_argument("--envs", type=int, default=1)
+    parse.add_argument("--groups", type=int, default=1)
+    parse.add_argument("--check", choices=("strict", "warn", "off"), default="strict")
+    parse.add_argument("--check-steps", type=int, default=8)
+    parse.add_argument("--on-nan", choices=("error", "drop_episode"), default="error")
+    parse.add_argument("--max-rebuilds", type=int, default=3)
+    parse.add_argument("--rebuild-window-s", type=float, default=60.0)
+    parse.add_argument("--action-mask", default=None)
+    parse.add_argument("--stat", action="append", default=[])
+    parse.add_argument("--evaluation", action="store_true")
+    parse.add_argument("--index", type=int, default=None)
+    parse.add_argument("--attempt", type=int, default=0)
+    parse.add_argument("--reconnect-s", type=float, default=0.0)
+    parse.add_argument("--video", default=None)
+    parse.add_argument("--video-episodes", type=int, default=1)
+    parse.add_argument("--supervised", action="store_true")
+    parse.add_argument("--parent", type=int, default=None)
+    return parse
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    if arguments.parent is not None:
+        host.die_with_parent(arguments.parent)
+    if arguments.supervised:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor says when it is over
+
+    def told(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise _Told
+
+    signal.signal(signal.SIGTERM, told)
+    worker = Worker(arguments)
+    code = 0
+    try:
+        worker.run()
+    except _Told:
+        pass
+    except SeedrlError as error:
+        traceback.print_exc()
+        worker.fail(error)
+        code = error.exit_code
+    except Exception as error:  # a fault of ours: the log has it whole, the screen in one line
+        traceback.print_exc()
+        failure = EnvError(
+            what=f"{type(error).__name__}: {error}",
+            where=worker.where,
+            traceback_text=traceback.format_exc(),
+        )
+        worker.fail(failure)
+        code = 1
+    finally:
+        worker.close()
+    return code
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a simulator's thread must not keep the process

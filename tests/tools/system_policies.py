@@ -1,0 +1,74 @@
+"""Policies whose right answers are known, used as `policy.name: system_policies:NAME` in tests of whole processes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from seedrl.policy.base import Policy
+from torch import Tensor
+
+SURE = 1e4  # a logit that no noise overcomes
+
+
+def _one_hot(choice: Tensor, num_inputs: int) -> Tensor:
+    return SURE * torch.nn.functional.one_hot(choice.long() % num_inputs, num_inputs).float()
+
+
+class _Known(Policy):
+    def __init__(self, num_inputs: int) -> None:
+        super().__init__()
+        self.num_inputs = num_inputs
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+
+    def initial_state(self, batch: int):
+        return ()
+
+
+class Answer(_Known):
+    """Answers 3 * id + 1 to an observation that is the environment's id (BEHAVIOUR case 1)."""
+
+    def forward(self, obs, state, first):
+        return _one_hot(3 * obs[..., 0] + 1, self.num_inputs), obs[..., 0] + 0 * self.bias, state
+
+
+class Count(_Known):
+    """Recurrent: the state grows by one a row, the action is the state that entered the row (cases 6, 7, 11)."""
+
+    def initial_state(self, batch: int):
+        return (torch.zeros(batch, 1),)
+
+    def forward(self, obs, state, first):
+        (count,) = state
+        entered = []
+        for t in range(first.shape[0]):
+            count = torch.where(first[t, :, None], torch.zeros_like(count), count)
+            entered.append(count[:, 0])
+            count = count + 1
+        entered_rows = torch.stack(entered)
+        return _one_hot(entered_rows, self.num_inputs), entered_rows + 0 * self.bias, (count,)
+
+
+class SlowToLearn(_Known):
+    """Acts at once; a pass over an unroll takes ten seconds."""
+
+    def forward(self, obs, state, first):
+        if first.shape[0] > 1:
+            time.sleep(10)
+        return (
+            torch.zeros(*first.shape, self.num_inputs) + self.bias,
+            first.float() * self.bias,
+            state,
+        )
+
+
+def answer(spec, num_inputs, config):
+    return Answer(num_inputs)
+
+
+def count(spec, num_inputs, config):
+    return Count(num_inputs)
+
+
+def slow_to_learn(spec, num_inputs, config):
+    return SlowToLearn(num_inputs)
