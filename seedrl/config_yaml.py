@@ -170,8 +170,8 @@ def _plain_value(node: Node, *, whole: bool, path: str) -> Any:
     if _SPECIAL.fullmatch(text):
         return float(text.replace(".", "", 1))
     if _FLOAT.fullmatch(text):
-        number = float(digits)
-        return int(number) if whole and number.is_integer() else number
+        value = float(digits)
+        return int(value) if whole and value.is_integer() else value
     return text
 
 

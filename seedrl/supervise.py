@@ -500,7 +500,7 @@ class Supervisor:
         """
         quota = -(-episodes // envs)
         reader = EpisodeReader(self.board)
-        before = {fd for fd in self.door.leases}
+        before = set(self.door.leases)
         if self.board.get("acting") != Phase.EVALUATE:
             self.enter(Phase.EVALUATE)
         self.start_workers(1, envs, 1, evaluation=True, extra=extra)

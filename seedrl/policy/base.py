@@ -27,7 +27,7 @@ __all__ = ["Factory", "Heads", "Observation", "Policy", "State", "make_policy", 
 State = Any  # a tensor, or a tuple, list or dict of states; each tensor [B, ...]
 Observation = Tensor | dict[str, Tensor]
 Factory = Callable[[EnvSpec, int, Any], nn.Module]
-_TRIED = 2  # rows and columns of the batch that a new policy is tried on
+_TRIED = 2  # columns of the row that a new policy is tried on
 
 
 class Policy(nn.Module):
@@ -131,16 +131,16 @@ def zero_observation(spec: EnvSpec, *lead: int) -> Observation:
 
 def _try(policy: Any, spec: EnvSpec, num_inputs: int, name: str) -> None:
     where = f"policy.name {name}"
-    if not isinstance(policy, nn.Module) or not hasattr(policy, "initial_state"):
+    initial_state: Any = getattr(policy, "initial_state", None)
+    if not isinstance(policy, nn.Module) or not callable(initial_state):
         raise ConfigError(
             what=f"the policy is a {type(policy).__name__}, not an nn.Module with initial_state",
             where=where,
             do="derive it from seedrl.policy.base.Policy",
         )
-    first = torch.ones(_TRIED, _TRIED, dtype=torch.bool)
+    first = torch.ones(1, _TRIED, dtype=torch.bool)
     with torch.no_grad():
-        state = policy.initial_state(_TRIED)
-        out = policy(zero_observation(spec, _TRIED, _TRIED), state, first)
+        out = policy(zero_observation(spec, 1, _TRIED), initial_state(_TRIED), first)
     if not isinstance(out, tuple) or len(out) != 3:
         raise ConfigError(
             what=f"forward gives {type(out).__name__}, not (inputs, value, state)",
@@ -149,8 +149,8 @@ def _try(policy: Any, spec: EnvSpec, num_inputs: int, name: str) -> None:
         )
     inputs, value, _ = out
     for what, tensor, shape in (
-        ("inputs", inputs, (_TRIED, _TRIED, num_inputs)),
-        ("value", value, (_TRIED, _TRIED)),
+        ("inputs", inputs, (1, _TRIED, num_inputs)),
+        ("value", value, (1, _TRIED)),
     ):
         if (
             not isinstance(tensor, Tensor)
@@ -163,7 +163,7 @@ def _try(policy: Any, spec: EnvSpec, num_inputs: int, name: str) -> None:
                 else type(tensor).__name__
             )
             raise ConfigError(
-                what=f"forward's {what} is {given}, not float {list(shape)} for 2 rows of 2 columns",
+                what=f"forward's {what} is {given}, not float {list(shape)} for one row of two columns",
                 where=where,
                 do="see docs/policy.md: [T, B, P] and [T, B], time first",
             )

@@ -58,6 +58,9 @@ class Flat(nn.Module):
 
     def __init__(self, leaf: Leaf) -> None:
         super().__init__()
+        self.begins: Tensor
+        self.centre: Tensor | None
+        self.spread: Tensor | None
         self.kind, self.count = leaf.kind, max(1, math.prod(leaf.shape))
         if leaf.kind in ("discrete", "multi_discrete"):
             counts = torch.tensor(leaf.n)
@@ -66,8 +69,6 @@ class Flat(nn.Module):
             self.register_buffer("begins", begins, persistent=False)
         else:
             self.features = self.count
-        self.spread: Tensor | None
-        self.centre: Tensor | None
         centre = spread = None
         if leaf.kind == "box" and leaf.low is not None and leaf.high is not None:
             low, high = torch.tensor(leaf.low), torch.tensor(leaf.high)
@@ -84,7 +85,9 @@ class Flat(nn.Module):
             rows = obs.reshape(obs.shape[0], self.count).long() + self.begins
             return torch.zeros(rows.shape[0], self.features).scatter_(1, rows, 1.0)
         flat = obs.reshape(obs.shape[0], self.count).float()
-        return flat if self.spread is None else (flat - self.centre) / self.spread
+        if self.centre is None or self.spread is None:
+            return flat
+        return (flat - self.centre) / self.spread
 
 
 class Picture(nn.Module):
@@ -95,11 +98,12 @@ class Picture(nn.Module):
         shape = leaf.shape
         self.add_channel = len(shape) == 2
         self.last = len(shape) == 3 and shape[2] < shape[0]
-        height_width = shape if self.add_channel else (shape[:2] if self.last else shape[1:])
-        self.size: tuple[int, int, int] = (
-            1 if self.add_channel else min(shape[0], shape[2]) if self.last else shape[0],
-            *height_width,
-        )
+        if self.add_channel:
+            self.size = (1, shape[0], shape[1])
+        else:
+            self.size = (
+                (shape[2], shape[0], shape[1]) if self.last else (shape[0], shape[1], shape[2])
+            )
         byte = leaf.dtype == "uint8" and (leaf.high is None or max(leaf.high) > 1)
         self.scale = 1 / 255 if byte else None
 
@@ -201,15 +205,15 @@ class Nested(nn.Module):
     def __init__(self, spec: EnvSpec, config: PolicySection) -> None:
         super().__init__()
         self.names = [leaf.name for leaf in spec.observation]
-        self.parts = nn.ModuleList(
+        parts = [
             _image_encoder(leaf, "auto", config)
             if is_image(leaf)
             else Encoder(flat := Flat(leaf), nn.Identity(), flat.features)
             for leaf in spec.observation
-        )
-        self.body, self.features = mlp(
-            sum(part.features for part in self.parts), config.hidden, config.activation
-        )
+        ]
+        self.parts = nn.ModuleList(parts)
+        width = sum(part.features for part in parts)
+        self.body, self.features = mlp(width, config.hidden, config.activation)
 
     def forward(self, obs: Observation) -> Tensor:
         leaves = obs if isinstance(obs, dict) else {self.names[0]: obs}
@@ -338,4 +342,3 @@ class Default(Policy):
 @register_policy("default")
 def default(spec: EnvSpec, num_inputs: int, config: PolicySection) -> Policy:
     return Default(spec, num_inputs, config)
-

@@ -145,8 +145,10 @@ class Panel:
         figures = []
         for name, label, written in FIELDS:
             value = record.get(name)
-            known = value is not None and value == value  # nan is as good as absent
-            figures.append((label, written(value) if known else _ABSENT))
+            if value is None or value != value:  # nan is as good as absent
+                figures.append((label, _ABSENT))
+            else:
+                figures.append((label, written(float(value))))
         elapsed_s = self._clock() - self._start_s
         left_s = time_left_s(record, elapsed_s, self._max_steps, self._max_seconds)
         figures.append(("time", duration(elapsed_s)))

@@ -111,6 +111,8 @@ def make_env(
             keywords.setdefault("num_envs", num_envs)
     try:
         made = creator(**keywords)
+    except SeedrlError:
+        raise
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv):
         raise _unknown_id(env, name, module_name) from None
     except (Exception, SystemExit) as error:

@@ -24,6 +24,7 @@ from seedrl import host
 from seedrl.errors import AddressError, ConfigError, EnvError, SeedrlError
 from seedrl.spec import EnvSpec
 from seedrl.transport import attach
+from seedrl.transport.attach import Link
 from seedrl.worker.check import check_env, require_same_spec
 from seedrl.worker.envs import close_all, is_vector, make_env, spec_of
 from seedrl.worker.group import TRIAL, Group, RebuildBudget, Rules, VectorGroup, seat_seed
@@ -55,7 +56,7 @@ class Worker:
         self.envs: list[Any] = []  # single ones seat by seat, or one vector environment a group
         self.warnings: list[str] = []
         self.groups: list[Group | VectorGroup] = []
-        self.link: attach.Link | None = None
+        self.link: Link | None = None
         self.rules = Rules(
             arguments.on_nan, RebuildBudget(arguments.max_rebuilds, arguments.rebuild_window_s), self.where
         )  # fmt: skip
@@ -159,7 +160,7 @@ class Worker:
         run_seed, evaluation, worker = self.seed_parts
         return seat_seed(run_seed, evaluation, worker, begin + seat, *extra)
 
-    def _connect(self, hello: dict[str, Any]) -> attach.Link:
+    def _connect(self, hello: dict[str, Any]) -> Link:
         """Knocks until somebody opens, for `--reconnect-s`; says once that nobody does."""
         deadline, pause, said = time.monotonic() + self.arguments.reconnect_s, _BACKOFF_S, False
         while True:

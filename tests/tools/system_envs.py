@@ -116,7 +116,7 @@ class Paced(gym.Env):
         self.action_space = spaces.Discrete(256)
         number = Echo._claim(folder) if folder else 0
         self.sleep_s = slow_s if number < slow else sleep_s
-        self.log = open(os.path.join(log, f"{number}.txt"), "a") if log else None
+        self.log = open(os.path.join(log, f"{number}.txt"), "a") if log else None  # noqa: SIM115
 
     def reset(self, *, seed=None, options=None):
         return np.zeros(3, np.float32), {}

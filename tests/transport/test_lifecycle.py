@@ -4,15 +4,15 @@ from seedrl.transport.lifecycle import NEXT, Mover, State, state_of
 
 
 def _words(leased, generation, drained, asked, answered, in_batch):
-    return dict(
-        leased=leased,
-        generation=generation,
-        drained=drained,
-        base=100,
-        asked=asked,
-        answered=answered,
-        in_batch=in_batch,
-    )
+    return {
+        "leased": leased,
+        "generation": generation,
+        "drained": drained,
+        "base": 100,
+        "asked": asked,
+        "answered": answered,
+        "in_batch": in_batch,
+    }
 
 
 def test_every_single_write_moves_a_group_as_the_table_says_and_by_its_mover() -> None:
