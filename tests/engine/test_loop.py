@@ -10,13 +10,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from seedrl.policy.base import Heads
-from system_policies import Count
 
 from seedrl import host
 from seedrl.engine.batcher import Rule
 from seedrl.engine.loop import Engine
 from seedrl.engine.step import PolicyStep
+from seedrl.policy.base import Heads
 from seedrl.spec import EnvSpec, Leaf
 from seedrl.store.board import Board
 from seedrl.transport import doorbell
@@ -37,6 +36,7 @@ from seedrl.transport.slab import (
     Slab,
     SlabLayout,
 )  # fmt: skip
+from system_policies import Count
 
 PASS_US = 15_000  # one pass, and what a busy machine may add to it
 

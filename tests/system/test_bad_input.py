@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from runs import overrides, seedrl
 
 SHORT = overrides("CartPole-v1", {}, "run.max_seconds=1", "evaluation.episodes=0")

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Command, overrides, records, seedrl
 
+from runs import Command, overrides, records, seedrl
 from seedrl.store.checkpoint import load_checkpoint
 
 INSTANTS = int(os.environ.get("SEEDRL_INSTANTS", "6"))  # `make interrupts` tries more

@@ -12,8 +12,8 @@ from typing import Any
 import imageio_ffmpeg
 import numpy as np
 import pytest
-from runs import Command, overrides, play, records, seedrl
 
+from runs import Command, overrides, play, records, seedrl
 from seedrl.errors import CheckpointError
 from seedrl.store.checkpoint import load_checkpoint
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from harness import Harness
 from runs import Command, overrides, records, seedrl, settings
-
 from seedrl.transport.slab import Phase
 
 ROUNDS = int(os.environ.get("SEEDRL_LEFTOVER_ROUNDS", "3"))

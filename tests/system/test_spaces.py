@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from harness import Harness
 from runs import overrides, play, policy_of, records, seedrl, settings
-
 from seedrl.store.checkpoint import load_checkpoint
 
 

@@ -6,10 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from seedrl.policy.base import Heads, make_policy
-
 from seedrl import host
 from seedrl.config import Config
+from seedrl.policy.base import Heads, make_policy
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import Batch, ReplayReader

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from seedrl.policy.base import Policy, make_policy
 
 from seedrl.config import Config
+from seedrl.policy.base import Policy, make_policy
 from seedrl.run import Result, fit
 from seedrl.spec import EnvSpec
 from seedrl.store.checkpoint import load_checkpoint

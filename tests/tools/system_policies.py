@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 import torch
-from seedrl.policy.base import Policy
 from torch import Tensor
+
+from seedrl.policy.base import Policy
 
 SURE = 1e4  # a logit that no noise overcomes
 
@@ -49,6 +50,17 @@ class Count(_Known):
         return _one_hot(entered_rows, self.num_inputs), entered_rows + 0 * self.bias, (count,)
 
 
+class Tabular(_Known):
+    """A value of its own for each entry of a one-hot observation, 0 at first; acts at random."""
+
+    def __init__(self, num_inputs: int, size: int) -> None:
+        super().__init__(num_inputs)
+        self.table = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, obs, state, first):
+        return torch.zeros(*first.shape, self.num_inputs) + self.bias, obs @ self.table, state
+
+
 class SlowToLearn(_Known):
     """Acts at once; a pass over an unroll takes ten seconds."""
 
@@ -72,3 +84,7 @@ def count(spec, num_inputs, config):
 
 def slow_to_learn(spec, num_inputs, config):
     return SlowToLearn(num_inputs)
+
+
+def tabular(spec, num_inputs, config):
+    return Tabular(num_inputs, spec.observation[0].shape[0])
