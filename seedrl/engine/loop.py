@@ -146,12 +146,13 @@ class Engine:
         t0 = time.monotonic_ns()
         cpu0 = time.thread_time_ns()
         self.policy_step.ingest(ready.rows)
-        self._count(ready)
+        self._log_episodes(ready)
         t1 = time.monotonic_ns()
         self.policy_step.forward(ready.rows, ready.evaluation)
         t2 = time.monotonic_ns()
         self.answer(ready)
         t3 = time.monotonic_ns()
+        self._count(ready)
         self.append(ready)
         t4 = time.monotonic_ns()
         self._measure(ready, (t0, t1, t2, t3, t4), time.thread_time_ns() - cpu0)
@@ -270,37 +271,37 @@ class Engine:
                 self.version = version
                 self.board.set("policy_version", version)
 
-    def _count(self, ready: Ready) -> None:
-        """Counts batch, rows and environment steps, and logs the episodes that end in this batch (before the rows are given back)."""
+    def _log_episodes(self, ready: Ready) -> None:
+        """Logs the episodes that end in this batch: before the answer, which gives their rows back to the worker."""
         rows, slab = ready.rows, self.slab
         flags = self.policy_step.flags[: rows.size]
-        ended = (flags[:, 0] | flags[:, 1]) != 0
-        first = flags[:, 2] != 0
-        if ended.any():
-            at = np.flatnonzero(ended)
-            slots = rows[at]
-            evaluation = np.zeros(rows.size, bool)
-            if ready.evaluation is not None:
-                evaluation[ready.evaluation] = True
-            self.board.log_episodes(
-                slots, evaluation[at], slab.episode_return[slots], slab.episode_length[slots], self.version,
-                slab.stats[slots],
-            )  # fmt: skip
-        interrupted = int(np.count_nonzero(flags[:, 3]))
+        self._ended = ended = (flags[:, 0] | flags[:, 1]) != 0
+        if not ended.any():
+            return
+        at = np.flatnonzero(ended)
+        slots = rows[at]
+        evaluation = np.zeros(rows.size, bool)
+        if ready.evaluation is not None:
+            evaluation[ready.evaluation] = True
+        self.board.log_episodes(
+            slots, evaluation[at], slab.episode_return[slots], slab.episode_length[slots], self.version, slab.stats[slots],
+        )  # fmt: skip
+
+    def _count(self, ready: Ready) -> None:
+        """Counts batch, rows and environment steps."""
+        rows, board = ready.rows, self.board
+        flags = self.policy_step.flags[: rows.size]
+        counted = flags if ready.training is None else flags[ready.training]
+        _, _, first, interrupted = np.count_nonzero(counted, axis=0).tolist()
         if interrupted:
-            self.board.add("interrupted_episodes", interrupted)
-        self._in_episode[rows] = ~ended
-        self.board.add("batches", 1)
-        self.board.add(_FIRED[ready.reason], 1)
-        if ready.training is None:
-            self.board.add("rows_acted", rows.size)
-            self.board.add("env_steps", rows.size - int(np.count_nonzero(first)))
-        else:
-            self.board.add("rows_acted", ready.training.size)
-            self.board.add("evaluation_rows", rows.size - ready.training.size)
-            self.board.add(
-                "env_steps", ready.training.size - int(np.count_nonzero(first[ready.training]))
-            )
+            board.add("interrupted_episodes", interrupted)
+        self._in_episode[rows] = ~self._ended
+        board.add("batches", 1)
+        board.add(_FIRED[ready.reason], 1)
+        board.add("rows_acted", len(counted))
+        board.add("env_steps", len(counted) - first)
+        if ready.training is not None:
+            board.add("evaluation_rows", rows.size - len(counted))
 
     def answer(self, ready: Ready) -> None:
         """Actions into the slab, sequence numbers after them, a ring for each group."""

@@ -33,26 +33,27 @@ class PolicyStep:
         )
         self._generator = torch.Generator().manual_seed(seed)
         self._stage: dict[str, np.ndarray] = {}
-        self._columns: dict[str, Tensor] = {}
-        self._obs: dict[str, Tensor] = {}
+        self._obs: dict[str, Tensor] = {}  # [1, max_rows, ...] of the same memory: time first
         for name, source in slab.obs.items():
-            self._obs[name] = self._staged(f"obs/{name}", source, max_rows)
+            self._obs[name] = self._staged(f"obs/{name}", source, max_rows).unsqueeze(0)
         self._staged("reward", slab.reward, max_rows)
         self._staged("flags", slab.flags, max_rows)
-        self._has_mask = slab.mask.shape[1] > 0
-        if self._has_mask:
-            self._staged("mask", slab.mask, max_rows)
+        self._mask = self._staged("mask", slab.mask, max_rows) if slab.mask.shape[1] else None
         self._sources = {name: self._source(name) for name in self._stage}
-        self._version = torch.zeros(max_rows, dtype=torch.int64)
+        # what the store gets is the stage under the dtype that it stores (uint16 as int16, say)
+        self._columns = {
+            name: torch.from_numpy(stage).view(torch_dtype(stage.dtype.name)).numpy()
+            for name, stage in self._stage.items()
+        }
+        self._columns["version"] = np.zeros(max_rows, np.int64)
+        self._first_host = np.zeros(max_rows, bool)
+        self._first = torch.from_numpy(self._first_host).unsqueeze(0)
         self.flags = self._stage["flags"]
-        self.reward = self._stage["reward"]
 
     def _staged(self, name: str, source: np.ndarray, max_rows: int) -> Tensor:
-        """A buffer of `max_rows` rows; what the policy gets is its own dtype, what the store gets the stored one."""
-        self._stage[name] = array = np.zeros((max_rows, *source.shape[1:]), source.dtype)
-        tensor = torch.from_numpy(array)
-        self._columns[name] = tensor.view(torch_dtype(array.dtype.name))
-        return tensor
+        """A buffer of `max_rows` rows that `ingest` fills; the same memory as a tensor."""
+        self._stage[name] = np.zeros((max_rows, *source.shape[1:]), source.dtype)
+        return torch.from_numpy(self._stage[name])
 
     def _source(self, name: str) -> np.ndarray:
         if name.startswith("obs/"):
@@ -65,6 +66,7 @@ class PolicyStep:
         count = rows.size
         for name, source in self._sources.items():
             np.take(source, rows, axis=0, out=self._stage[name][:count], mode="clip")
+        np.not_equal(self.flags[:count, _FIRST], 0, out=self._first_host[:count])
 
     @torch.inference_mode()
     def forward(self, rows: np.ndarray, evaluation: np.ndarray | None) -> None:
@@ -73,16 +75,15 @@ class PolicyStep:
         Args: rows int64 [B]; evaluation: positions in the batch that are evaluation slots, or None.
         """
         count = rows.size
-        slots = torch.from_numpy(rows)
-        first = self._columns["flags"][:count, _FIRST].bool()
-        state, self._state_in = self.states.gather(slots, first)
-        obs: dict[str, Tensor] | Tensor = {
-            name: leaf[:count].unsqueeze(0) for name, leaf in self._obs.items()
-        }
+        state, self._state_in = self.states.gather(rows, self._first_host[:count])
+        obs: dict[str, Tensor] | Tensor
         if len(self._obs) == 1:
-            (obs,) = obs.values()  # type: ignore[union-attr]
-        inputs, value, new = self.policy(obs, state, first.unsqueeze(0))
-        mask = self._columns["mask"][:count] if self._has_mask else None
+            (leaf,) = self._obs.values()
+            obs = leaf[:, :count]
+        else:
+            obs = {name: leaf[:, :count] for name, leaf in self._obs.items()}
+        inputs, value, new = self.policy(obs, state, self._first[:, :count])
+        mask = None if self._mask is None else self._mask[:count]
         inputs = inputs[0]
         actions, log_prob = self.heads.sample(inputs, mask, self._generator)
         if evaluation is not None and self._greedy:
@@ -92,7 +93,7 @@ class PolicyStep:
             )
             for name, action in actions.items():
                 action.index_copy_(0, at, best[name])
-        self.states.scatter(slots, new)
+        self.states.scatter(rows, new)
         self.actions, self._log_prob, self._value = actions, log_prob, value[0]
 
     @torch.inference_mode()
@@ -104,22 +105,20 @@ class PolicyStep:
     @torch.inference_mode()
     def columns(
         self, count: int, version: int, keep: np.ndarray | None
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+    ) -> tuple[dict[str, np.ndarray], list[Tensor]]:
         """What the store appends: all row leaves [B, ...] and the leaves of the state entering the rows.
 
         Args: keep: positions of the batch to store (the others are evaluation rows), or None for all `count`.
         """
         columns = {name: column[:count] for name, column in self._columns.items()}
+        columns["version"].fill(version)
         for name, action in self.actions.items():
-            columns[f"action/{name}"] = action
-        columns["log_prob"], columns["value"] = self._log_prob, self._value
-        version_column = self._version[:count]
-        version_column.fill_(version)
-        columns["version"] = version_column
+            columns[f"action/{name}"] = action.numpy()
+        columns["log_prob"], columns["value"] = self._log_prob.numpy(), self._value.numpy()
         states = self._state_in
         if keep is not None:
             at = torch.from_numpy(keep)
-            columns = {name: column.index_select(0, at) for name, column in columns.items()}
+            columns = {name: column[keep] for name, column in columns.items()}
             states = [leaf.index_select(0, at) for leaf in states]
         return columns, states
 

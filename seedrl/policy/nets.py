@@ -6,8 +6,8 @@ An encoder takes one leaf [N, ...] in the environment's dtype and gives float32 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +20,42 @@ from seedrl.spec import EnvSpec, Leaf
 if TYPE_CHECKING:
     from seedrl.config import PolicySection
 
-_ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "tanh": nn.Tanh,
-    "relu": nn.ReLU,
-    "elu": nn.ELU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "elu": functional.elu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
 }
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 _WIDE_BOUND = 10.0  # a vector's entry that may be larger is scaled to [-1, 1] by its bounds
 _NO_BOUND = 1e6  # and one beyond this is unbounded in all but name
 _SMALL_IMAGE = 20  # pixels a side: strides of 4 and 2 would leave nothing of it
 
 
-def _orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+def _orthogonal(layer: Layer, gain: float) -> Layer:
     """Orthogonal weights and no bias (Saxe et al. 2014, arXiv 1312.6120)."""
-    assert isinstance(layer, nn.Linear | nn.Conv2d)
     nn.init.orthogonal_(layer.weight, gain)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
 
 
-def mlp(size: int, hidden: Sequence[int], activation: str) -> tuple[nn.Sequential, int]:
-    """Linear layers, each with its activation; (module, features)."""
-    layers: list[nn.Module] = []
-    for width in hidden:
-        layers += [_orthogonal(nn.Linear(size, width), math.sqrt(2)), _ACTIVATIONS[activation]()]
-        size = width
-    return nn.Sequential(*layers), size
+class MLP(nn.Module):
+    """Linear layers, each with its activation: [N, size] -> [N, features]. One module call, as acting counts them."""
+
+    def __init__(self, size: int, hidden: Sequence[int], activation: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for width in hidden:
+            self.layers.append(_orthogonal(nn.Linear(size, width), math.sqrt(2)))
+            size = width
+        self.features, self._activate = size, _ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self._activate(functional.linear(x, layer.weight, layer.bias))  # type: ignore[arg-type]
+        return x
 
 
 # ---------------------------------------------------------------------------------------------------------- leaves
@@ -213,7 +221,8 @@ class Nested(nn.Module):
         ]
         self.parts = nn.ModuleList(parts)
         width = sum(part.features for part in parts)
-        self.body, self.features = mlp(width, config.hidden, config.activation)
+        self.body = MLP(width, config.hidden, config.activation)
+        self.features = self.body.features
 
     def forward(self, obs: Observation) -> Tensor:
         leaves = obs if isinstance(obs, dict) else {self.names[0]: obs}
@@ -264,8 +273,8 @@ def make_encoder(spec: EnvSpec, config: PolicySection) -> nn.Module:
             )
         return _image_encoder(leaf, kind, config)
     flat = Flat(leaf)
-    body, features = mlp(flat.features, config.hidden, config.activation)
-    return Encoder(flat, body, features)
+    body = MLP(flat.features, config.hidden, config.activation)
+    return Encoder(flat, body, body.features)
 
 
 # ------------------------------------------------------------------------------------------------------------ cores
@@ -317,8 +326,9 @@ class Default(Policy):
             None if config.core == "none" else Recurrent(config.core, features, config.core_size)
         )
         width = features if self.core is None else config.core_size
-        self.inputs = _orthogonal(nn.Linear(width, num_inputs), 0.01)
-        self.value = _orthogonal(nn.Linear(width, 1), 1.0)
+        self.heads = _orthogonal(nn.Linear(width, num_inputs + 1), 1.0)  # the value is the last
+        with torch.no_grad():
+            self.heads.weight[:-1] *= 0.01  # nearly uniform at first
 
     def initial_state(self, batch: int) -> State:
         return () if self.core is None else self.core.initial_state(batch)
@@ -335,8 +345,8 @@ class Default(Policy):
         if self.core is not None:
             x, state = self.core(x.view(rows, columns, -1), state, first)
             x = x.flatten(0, 1)
-        inputs, value = self.inputs(x), self.value(x)
-        return inputs.view(rows, columns, -1), value.view(rows, columns), state
+        out = functional.linear(x, self.heads.weight, self.heads.bias).view(rows, columns, -1)
+        return out[..., :-1], out[..., -1], state
 
 
 @register_policy("default")

@@ -102,7 +102,10 @@ class BlockLayout:
 
 
 class BlockStorage:
-    """The columns: `rows[name]` [K * L, ...] and `states[i]` [K, ...], as tensors over shared memory."""
+    """The columns: `rows[name]` [K * L, ...] and `states[i]` [K, ...], as tensors over shared memory.
+
+    `arrays` are the same rows for NumPy, whose indexed assignment is what appends on the CPU (docs/design/0004).
+    """
 
     def __init__(self, layout: BlockLayout, memory: mmap.mmap) -> None:
         self.layout = layout
@@ -114,6 +117,7 @@ class BlockStorage:
             tensors.append(raw.view(leaf.dtype).view(count, *leaf.shape))
         self.rows = {leaf.name: tensor for leaf, tensor in zip(layout.rows, tensors, strict=False)}
         self.states = tensors[len(layout.rows) :]
+        self.arrays = {name: tensor.numpy() for name, tensor in self.rows.items()}
 
 
 @dataclass(frozen=True)
@@ -186,13 +190,13 @@ class Appender:
         return int(np.count_nonzero(self._count[slots] % self.rule.block_length == 0))
 
     def append(
-        self, slots: np.ndarray, columns: dict[str, Tensor], states: list[Tensor]
+        self, slots: np.ndarray, columns: dict[str, np.ndarray], states: list[Tensor]
     ) -> Unrolls | None:
         """Appends one row to each slot.
 
         Args:
             slots: int64 [B], each at most once.
-            columns: a tensor [B, ...] for each row leaf of the layout.
+            columns: an array [B, ...] for each row leaf of the layout.
             states: leaves [B, ...] of the state entering the rows.
         Returns: the unrolls completed, or None. The caller has seen to it that blocks are free.
         """
@@ -208,9 +212,9 @@ class Appender:
                 for store, state in zip(self.storage.states, states, strict=True):
                     store.index_copy_(0, at, state.index_select(0, source))
         block = self._chain[slots, (counts // length) % self._ring]
-        rows = torch.from_numpy(block * length + offset)
-        for name, store in self.storage.rows.items():
-            store.index_copy_(0, rows, columns[name])
+        rows = block * length + offset
+        for name, array in self.storage.arrays.items():
+            array[rows] = columns[name]
         self._count[slots] = counts = counts + 1
         unroll = self.rule.unroll_length
         done = np.flatnonzero((counts % unroll == 1 % unroll) & (counts > unroll))

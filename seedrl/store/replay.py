@@ -133,7 +133,9 @@ class ReplayWriter:
             self._appender.free += control.free[np.arange(tail, head) % size].tolist()
             control.free_tail[0] = head
 
-    def append(self, slots: np.ndarray, columns: dict[str, Tensor], states: list[Tensor]) -> int:
+    def append(
+        self, slots: np.ndarray, columns: dict[str, np.ndarray], states: list[Tensor]
+    ) -> int:
         """Appends one row to each slot; room was asked for. See `Appender.append`.
 
         Returns: rows that are stored for good now, those of the unrolls completed (a bootstrap row counts in the next one).

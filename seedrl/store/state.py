@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,23 +55,29 @@ class StateStore:
         self._batch = [torch.empty_like(leaf) for leaf in self._store]
         self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in self._store)
 
-    def gather(self, slots: Tensor, first: Tensor) -> tuple[State, list[Tensor]]:
+    def gather(self, slots: np.ndarray, first: np.ndarray) -> tuple[State, list[Tensor]]:
         """The states entering the rows of `slots`.
 
-        Args: slots int64 [B]; first bool [B], where the row begins an episode.
+        Args: slots int64 [B]; first bool [B], where the row begins an episode: both of the host.
         Returns: the nest, each leaf [B, ...], and its leaves; valid until the next call.
         """
-        count, taken = slots.shape[0], []
-        any_first = bool(first.any()) if self._store else False
+        if not self._store:
+            return self.like, []
+        count, taken = slots.size, []
+        index = torch.from_numpy(slots)
+        begins = torch.from_numpy(first) if first.any() else None
         for store, batch, initial in zip(self._store, self._batch, self._initial, strict=True):
             into = batch[:count]
-            torch.index_select(store, 0, slots, out=into)
-            if any_first:
-                into[first] = initial
+            torch.index_select(store, 0, index, out=into)
+            if begins is not None:
+                into[begins] = initial
             taken.append(into)
         return rebuild(self.like, taken), taken
 
-    def scatter(self, slots: Tensor, state: State) -> None:
+    def scatter(self, slots: np.ndarray, state: State) -> None:
         """Keeps the states that left the rows of `slots`: int64 [B], each leaf [B, ...]."""
+        if not self._store:
+            return
+        index = torch.from_numpy(slots)
         for store, new in zip(self._store, leaves(state), strict=True):
-            store.index_copy_(0, slots, new)
+            store.index_copy_(0, index, new)

@@ -74,7 +74,9 @@ class Bench:
             "log_prob": -numbers.float(), "value": numbers.float() / 2, "version": torch.full((len(slots),), self.version),
         }  # fmt: skip
         states = [torch.stack([numbers.float(), torch.from_numpy(slots).float()], dim=1)]
-        stored = self.writer.append(slots, columns, states)
+        stored = self.writer.append(
+            slots, {name: column.numpy() for name, column in columns.items()}, states
+        )
         self.count[slots] += 1
         return stored
 
