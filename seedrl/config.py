@@ -111,7 +111,6 @@ class Batching(Section):
         "Rows below which a batch waits for hard_deadline_us instead of max_wait_us. 1, as waiting seldom pays on a "
         "small machine.")
     max_wait_us: int = Field(0, ge=0, le=10_000_000, description="Longest in microseconds that a ready row waits for company. 0: what comes in while a batch runs makes the next one, and two groups of a worker stay out of step.")
-        "Longest in microseconds that a ready row waits for company. 200 is about the time of one small forward pass.")
     hard_deadline_us: int = Field(20_000, ge=1, le=60_000_000, description=
         "Microseconds after which even a batch below min_batch is answered. 20 ms keeps one slow worker from stopping "
         "the others.")
