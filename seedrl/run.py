@@ -11,20 +11,23 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seedrl.config import Config, dump_yaml, load_config
 from seedrl.errors import CheckpointError, ConfigError, RunError, SeedrlError
-from seedrl.policy.base import make_policy
 from seedrl.spec import EnvSpec
-from seedrl.store.checkpoint import Checkpoint, load_checkpoint
 from seedrl.supervise import Ended, Evaluation, Supervisor, balance
 from seedrl.transport.attach import parse_unix
 from seedrl.watch.telemetry import MetricsWriter, RunDir
 from seedrl.watch.top import Panel
 from seedrl.worker.envs import probe_spec
+
+if TYPE_CHECKING:  # torch takes seconds to import, and train has no use for it in this process
+    from seedrl.store.checkpoint import Checkpoint
 
 INTERRUPTED = 130
 DEFAULT_SERVED_SLOTS = 256
@@ -53,11 +56,20 @@ def fit(
         panel: where progress is shown; None makes no output.
     Raises: SeedrlError as the command would report it; nothing is left running.
     """
+    final_envs = min(config.evaluation.envs_per_worker, config.evaluation.episodes)
+    num_slots = _num_slots(config, final_envs, workers)
     spec = probe(config)
     folder = RunDir.create(run_dir, dump_yaml(config), name=name, resume=resume)
     try:
         return _fit(
-            config, spec, folder, resume=resume, workers=workers, address=address, panel=panel
+            config,
+            spec,
+            folder,
+            num_slots,
+            resume=resume,
+            workers=workers,
+            address=address,
+            panel=panel,
         )
     except Exception as error:
         folder.write_log(
@@ -73,30 +85,39 @@ def _fit(
     config: Config,
     spec: EnvSpec,
     folder: RunDir,
+    num_slots: int,
     *,
     resume: bool,
     workers: bool,
     address: Path | None,
     panel: Panel | None,
 ) -> Result:
-    checkpoint = _checkpoint_to_resume(config, folder, spec) if resume else None
     say = _Teller(folder, panel)
-    final_envs = min(config.evaluation.envs_per_worker, config.evaluation.episodes)
-    num_slots = _num_slots(config, final_envs, workers)
-    with (
-        MetricsWriter(folder) as metrics,
-        Supervisor(
-            config, spec, folder.path, num_slots=num_slots, address=address, resume=checkpoint.path if checkpoint else None,
-            greedy=config.evaluation.greedy, on_metrics=lambda record: _show(metrics.write(record), panel), on_message=say,
-        ) as supervisor,
-    ):  # fmt: skip
+    checkpoint = _checkpoint_to_resume(config, folder, spec, say) if resume else None
+    with ExitStack() as stack:
+        supervisor = stack.enter_context(
+            Supervisor(
+                config,
+                spec,
+                folder.path,
+                num_slots=num_slots,
+                address=address,
+                resume=checkpoint,
+                greedy=config.evaluation.greedy,
+                on_metrics=lambda record: _show(metrics.write(record), panel),
+                on_message=say,
+            )  # fmt: skip
+        )
         try:
             _start(config, supervisor, workers)
+            metrics = stack.enter_context(MetricsWriter(folder))
             say(_resolved(config, spec, supervisor, num_slots, workers))
             if not workers:
                 say(
                     f"workers may attach: seedrl attach unix://{supervisor.address} --env {config.env.id}"
                 )
+            if panel is not None:
+                panel.begin()
             ended = supervisor.train()
         except KeyboardInterrupt:
             return Result(folder.path, Ended.INTERRUPTED, "interrupted before the start", "", None)
@@ -108,7 +129,9 @@ def _fit(
         if ended is Ended.DONE and workers and config.evaluation.episodes:
             say(f"{reason}; evaluating {config.evaluation.episodes} episodes")
             try:
-                evaluation = supervisor.evaluate(config.evaluation.episodes, final_envs)
+                evaluation = supervisor.evaluate(
+                    config.evaluation.episodes, config.evaluation.envs_per_worker
+                )
             except KeyboardInterrupt:
                 ended = Ended.INTERRUPTED
         return Result(folder.path, ended, reason, line, evaluation)
@@ -116,10 +139,18 @@ def _fit(
 
 def _num_slots(config: Config, final_envs: int, workers: bool) -> int:
     """Seats in all: what the configuration says, or as many as the run itself will fill."""
+    given = config.batching.max_slots
     if not workers:
-        return config.batching.max_slots or DEFAULT_SERVED_SLOTS
-    wanted = config.workers.num * config.workers.envs_per_worker + config.evaluation.slots
-    return max(config.batching.max_slots or wanted, final_envs)
+        return given or DEFAULT_SERVED_SLOTS
+    own = config.workers
+    wanted = own.num * own.envs_per_worker + config.evaluation.slots
+    if given is not None and given < wanted:
+        raise ConfigError(
+            what=f"{wanted} environments ({own.num} x {own.envs_per_worker}, {config.evaluation.slots} to evaluate) for {given} slots",
+            where=config.where("batching.max_slots"),
+            do=f"raise batching.max_slots to {wanted}, or leave it out",
+        )
+    return max(given or wanted, final_envs)
 
 
 def _start(config: Config, supervisor: Supervisor, workers: bool) -> None:
@@ -165,15 +196,16 @@ def play(
 
     Raises: CheckpointError, SeedrlError of the environment, KeyboardInterrupt.
     """
+    from seedrl.store.checkpoint import load_checkpoint
+
     saved = load_checkpoint(checkpoint)
     config = Config.model_validate(saved.config)
     if seed is not None:
         config.run.seed = seed
     spec = probe(config)
-    saved.load_into(make_policy(config.policy, spec), spec)
+    path = _checked(saved, config, spec)
     side_by_side = envs or min(config.evaluation.envs_per_worker, episodes)
-    assert saved.path is not None
-    folder = scratch or saved.path.parent.parent / "eval"
+    folder = scratch or path.parent.parent / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     extra = (
         ["--video", str(video.absolute()), "--video-episodes", str(-(-episodes // side_by_side))]
@@ -181,7 +213,7 @@ def play(
         else []
     )
     with Supervisor(
-        config, spec, folder, num_slots=side_by_side, checkpoint=saved.path, greedy=greedy,
+        config, spec, folder, num_slots=side_by_side, checkpoint=path, greedy=greedy,
         on_message=lambda text: print(text, file=sys.stderr),
     ) as supervisor:  # fmt: skip
         supervisor.start()
@@ -194,11 +226,25 @@ def probe(config: Config) -> EnvSpec:
     return probe_spec(env.id, env.kwargs, env.action_mask, env.stats)
 
 
-def _checkpoint_to_resume(config: Config, folder: RunDir, spec: EnvSpec) -> Checkpoint:
-    """The newest whole checkpoint there, tried on a policy of this configuration before anything starts."""
+def _checkpoint_to_resume(
+    config: Config, folder: RunDir, spec: EnvSpec, say: Callable[[str], None]
+) -> Path:
+    """The newest whole checkpoint there; newer ones that are torn are named."""
+    from seedrl.store.checkpoint import load_checkpoint
+
     checkpoint = load_checkpoint(folder.path)
+    for torn in checkpoint.skipped:
+        say(f"skipped a checkpoint that is not whole: {torn}")
+    return _checked(checkpoint, config, spec)
+
+
+def _checked(checkpoint: Checkpoint, config: Config, spec: EnvSpec) -> Path:
+    """Tries a checkpoint on a policy of this configuration, in this environment, before anything starts."""
+    from seedrl.policy.base import make_policy
+
     checkpoint.load_into(make_policy(config.policy, spec), spec)
-    return checkpoint
+    assert checkpoint.path is not None
+    return checkpoint.path
 
 
 class _Teller:

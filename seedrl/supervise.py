@@ -268,9 +268,10 @@ class Supervisor:
                     f"{name} of {report['host']} attached: {report['slots']} slots, {self.door.free_slots()} free"
                 )
         elif event == "refused":
-            self._say(f"{name} refused: {report['what']}")
             if lease.pid in self._own_pids():
                 self.failure = self.failure or from_wire(report)
+            else:
+                self._say(f"{name} refused: {report['what']}")
         elif event in ("detached", "gone"):
             self._selector.unregister(lease.fd)
             self.seats_taken -= sum(int(self.slab.lease[group, SIZE]) for group in lease.groups)
@@ -293,8 +294,9 @@ class Supervisor:
             )
         elif kind == "failed":
             error = from_wire(report)
-            self._say(f"{name} failed: {error.what}")
-            if lease.pid in self._own_pids():
+            if lease.pid not in self._own_pids():
+                self._say(f"{name} failed: {error.what}")
+            else:
                 error.where = error.where or f"{name}, {lease.env}"
                 error.traceback_text = next(
                     filter(None, self._first_traceback.values()), error.traceback_text
@@ -336,8 +338,6 @@ class Supervisor:
         elif kind == "stopped":
             self.final = message
         elif kind == "resumed":
-            for path in message["skipped"]:
-                self._say(f"skipped a checkpoint that is not whole: {path}")
             self._say(
                 f"resumed from {message['path']}: {message['env_steps']} steps, {message['updates']} updates"
             )
@@ -498,6 +498,7 @@ class Supervisor:
 
         Raises: the failure of the worker, KeyboardInterrupt.
         """
+        envs = min(envs, episodes)
         quota = -(-episodes // envs)
         reader = EpisodeReader(self.board)
         before = set(self.door.leases)
@@ -540,11 +541,14 @@ class Supervisor:
             "live_slots": self.board.get("live_slots"),
         }
 
-    def close(self) -> None:
-        """Ends whatever runs; nothing is left of it afterwards."""
+    def close(self, *, orderly: bool = True) -> None:
+        """Ends whatever runs; nothing is left of it afterwards.
+
+        Args: orderly: workers that others attached end too; otherwise (the run failed) they wait for the next server here.
+        """
         self._stopping = True
         if hasattr(self, "slab"):
-            self.slab.control[SUPERVISOR_LINE, STOP] = 1
+            self.slab.control[SUPERVISOR_LINE, STOP] = int(orderly)
             self.slab.control[SUPERVISOR_LINE, PHASE] = Phase.EXIT
             os.eventfd_write(self._bell, 1)
             for door in self._doors:
@@ -573,8 +577,8 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self.close(orderly=kind is None or issubclass(kind, KeyboardInterrupt))
 
 
 def balance(accounts: dict[str, int], final: dict[str, Any]) -> tuple[str, bool]:

@@ -201,7 +201,7 @@ class Engine:
             return False
         max_lag, batch_size = self._admission
         published = self.writer.version - self._first_version
-        held = self.writer.unrolls >= (published + max_lag) * batch_size
+        held = self.writer.unrolls - self.writer.stale_unrolls >= (published + max_lag) * batch_size
         self._blocked("blocked_lag_ns", held)
         return held
 
@@ -247,7 +247,8 @@ class Engine:
         """Ends the runs of these slots: their unfinished unrolls are dropped, their open episodes marked as broken off."""
         if self.writer is not None:
             self.board.add(f"dropped_{reason}", self.writer.discard(slots))
-        self.board.add("interrupted_episodes", int(np.count_nonzero(self._in_episode[slots])))
+        if reason != "shutdown":
+            self.board.add("interrupted_episodes", int(np.count_nonzero(self._in_episode[slots])))
         self._in_episode[slots] = False
 
     def _enter_phase(self) -> bool:

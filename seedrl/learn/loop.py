@@ -38,6 +38,14 @@ from seedrl.store.weights import Publisher, WeightsLayout
 from seedrl.transport.channel import Channel
 
 _RECENT_EPISODES = 100
+_TIMED = (
+    "rtt_ns",
+    "env_step_ns",
+)  # from publication to answer; from answer to publication: all of a group
+_RATES = (
+    "lag_max", "batch_rows_mean", "steps_per_s", "updates_per_s", "learner_wait_time_fraction", "actors_wait_time_fraction",
+    "rtt_p50_us", "rtt_p99_us", "env_step_p50_us",
+)  # fmt: skip
 _DETERMINISTIC_LOG_UPDATES = 20  # by count, not by the clock, so that two runs write the same lines
 
 
@@ -68,11 +76,12 @@ class Learner:
         self.over: str | None = None
         self._episode_reader = EpisodeReader(board)
         self._recent: deque[np.ndarray] = deque(maxlen=_RECENT_EPISODES)
+        self._evaluated: deque[np.ndarray] = deque(maxlen=_RECENT_EPISODES)
         self._dtypes = {leaf.name: getattr(torch, leaf.dtype) for leaf in spec.observation}
         self._critical = self._stop_wanted = False
         self._window = self._mark()
         self._sums: dict[str, float] = {}
-        self._rtt_ns = board.histograms["rtt_ns"].copy()
+        self._timed = {name: board.histograms[name].copy() for name in _TIMED}
         self._last_checkpoint_s = time.monotonic()
         self.total_updates = self._total_updates()
 
@@ -200,14 +209,16 @@ class Learner:
         training = episodes[episodes[:, 1] == 0]
         self.episodes += len(training)
         self._recent.extend(training)
+        self._evaluated.extend(episodes[episodes[:, 1] == 1])
         now, before = self._mark(), self._window
         self._window = now
         since = {name: now[name] - before[name] for name in now}
         seconds, updates = max(since["time_s"], 1e-9), max(since["updates"], 1)
         sums, self._sums = self._sums, {}
         lag_max = sums.pop("lag_max", 0.0)
-        rtt_ns = self.board.histograms["rtt_ns"].copy()
-        rtt, self._rtt_ns = rtt_ns.since(self._rtt_ns), rtt_ns
+        timed = {name: self.board.histograms[name].copy() for name in _TIMED}
+        rtt, env_step = (timed[name].since(self._timed[name]) for name in _TIMED)
+        self._timed = timed
         record: dict[str, Any] = {
             "env_steps": self.env_steps, "updates": self.updates, "policy_version": self.updates,
             "episodes": self.base_episodes + self.episodes,
@@ -219,17 +230,21 @@ class Learner:
             "learner_wait_time_fraction": min(1.0, since["waited_ns"] * 1e-9 / seconds),
             "actors_wait_time_fraction": min(1.0, since["blocked_ns"] * 1e-9 / seconds),
             "rtt_p50_us": rtt.percentile(50) * 1e-3, "rtt_p99_us": rtt.percentile(99) * 1e-3,
+            "env_step_p50_us": env_step.percentile(50) * 1e-3,
         }  # fmt: skip
+        if not since["updates"]:  # a stretch in which nothing was learnt says nothing about speed
+            for name in _RATES:
+                record.pop(name)
         if self._recent:
             recent = np.stack(self._recent)
-            record["return_mean"], record["length_mean"] = (
-                float(recent[:, 2].mean()),
-                float(recent[:, 3].mean()),
-            )
+            record["return_mean"] = float(recent[:, 2].mean())
+            record["length_mean"] = float(recent[:, 3].mean())
             for i, name in enumerate(self.spec.stats):
                 column = recent[:, 5 + i]
                 if np.isfinite(column).any():
                     record[f"stat_{name}"] = float(np.nanmean(column))
+        if self._evaluated:
+            record["evaluation_return_mean"] = float(np.stack(self._evaluated)[:, 2].mean())
         return record
 
     def finished(self, record: dict[str, Any]) -> str | None:
@@ -360,7 +375,7 @@ def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
         checkpoint = load_checkpoint(Path(start["resume"]))
         learner.resume(checkpoint)
         channel.send({
-            "type": "resumed", "path": str(checkpoint.path), "skipped": checkpoint.skipped,
+            "type": "resumed", "path": str(checkpoint.path),
             **checkpoint.counters,
         })  # fmt: skip
     return learner

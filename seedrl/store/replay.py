@@ -179,6 +179,11 @@ class ReplayWriter:
         return dropped
 
     @property
+    def stale_unrolls(self) -> int:
+        """Unrolls that the learner has dropped as too old."""
+        return int(self._control.learner[STALE_ROWS]) // self._unroll
+
+    @property
     def version(self) -> int:
         """The learner's newest published version."""
         return int(self._control.learner[VERSION])

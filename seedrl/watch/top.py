@@ -98,6 +98,10 @@ class Panel:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
 
+    def begin(self) -> None:
+        """Time counts from now: what came before was preparation."""
+        self._start_s = self._clock()
+
     def update(self, record: Mapping[str, Any]) -> None:
         """Shows the figures of a record (see `FIELDS`); what it lacks is shown as absent."""
         self._figures = self._figures_of(record)

@@ -283,7 +283,7 @@ def main() -> int:
     except _Told:
         pass
     except SeedrlError as error:
-        traceback.print_exc()
+        print(f"{error.traceback_text}seedrl: {error}", file=sys.stderr)
         worker.fail(error)
         code = error.exit_code
     except Exception as error:  # a fault of ours: the log has it whole, the screen in one line

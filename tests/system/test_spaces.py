@@ -118,7 +118,7 @@ def test_RewardTypes_two_elements_are_refused_by_shape(tmp_path: Path) -> None:
         "run",
         cwd=tmp_path,
     )
-    assert code in (1, 2) and "[2]" in text and "reward" in text
+    assert code in (1, 2) and "(2,)" in text and "reward" in text
 
 
 @pytest.mark.parametrize("where", ["reward", "observation"])

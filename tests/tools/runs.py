@@ -122,10 +122,12 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def settings(env: str, kwargs: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def settings(
+    env_id: str, kwargs: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
     """A small configuration for one of the troublesome environments."""
     merged: dict[str, dict[str, Any]] = {
-        "env": {"id": env, "kwargs": kwargs or {}},
+        "env": {"id": env_id, "kwargs": kwargs or {}},
         "workers": {"num": 1, "envs_per_worker": 8, "groups": 2},
         "evaluation": {"episodes": 16, "envs_per_worker": 8},
         "run": {"max_seconds": 3.0, "log_every_s": 0.2},
@@ -144,10 +146,10 @@ def overrides(env: str, kwargs: dict[str, Any] | None = None, *more: str) -> lis
 
 
 def play(
-    tmp_path: Path, env: str, kwargs: dict[str, Any] | None = None, **sections: dict[str, Any]
+    tmp_path: Path, env_id: str, kwargs: dict[str, Any] | None = None, **sections: dict[str, Any]
 ) -> Result:
     """Trains from Python and evaluates; the run lies in tmp_path/run."""
-    return fit(settings(env, kwargs, **sections), run_dir=tmp_path / "run")
+    return fit(settings(env_id, kwargs, **sections), run_dir=tmp_path / "run")
 
 
 def policy_of(run_dir: Path) -> Policy:
