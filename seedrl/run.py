@@ -25,6 +25,7 @@ from seedrl.transport.attach import parse_unix
 from seedrl.watch.telemetry import MetricsWriter, RunDir
 from seedrl.watch.top import Panel
 from seedrl.worker.envs import probe_spec
+from seedrl.worker.group import PROBE, seat_seed
 
 if TYPE_CHECKING:  # torch takes seconds to import, and train has no use for it in this process
     from seedrl.store.checkpoint import Checkpoint
@@ -223,7 +224,8 @@ def play(
 def probe(config: Config) -> EnvSpec:
     """The environment's spec, from a short-lived process that makes it."""
     env = config.env
-    return probe_spec(env.id, env.kwargs, env.action_mask, env.stats)
+    seed = seat_seed(config.run.seed, False, 0, 0, PROBE)
+    return probe_spec(env.id, env.kwargs, env.action_mask, env.stats, seed=seed)
 
 
 def _checkpoint_to_resume(

@@ -218,7 +218,7 @@ class Supervisor:
                 "--address", f"unix://{self.address.absolute()}", "--env", env.id, "--env-kwargs", json.dumps(env.kwargs),
                 "--envs", str(envs), "--groups", str(groups), "--check", env.check,
                 "--check-steps", str(env.check_steps), "--on-nan", env.on_nan, "--max-rebuilds", str(env.max_rebuilds),
-                "--rebuild-window-s", str(env.rebuild_window_s), "--supervised", "--parent", str(os.getpid()),
+                "--rebuild-window-s", str(env.rebuild_window_s), "--supervised", "--parent", str(os.getpid()), "--trial-seed", str(self.config.run.seed),
                 *(["--action-mask", self.spec.action_mask] if self.spec.action_mask else []),
                 *(part for name in env.stats for part in ("--stat", name)),
                 *(["--evaluation"] if evaluation else []), *(extra or []),

@@ -1,6 +1,6 @@
 """An environment from its name, and its spec by a probe: a short-lived process that may import what it likes.
 
-`python -m seedrl.worker.envs --probe FD` reads one msgpack map {env, kwargs, action_mask, stats} from its standard input and writes
+`python -m seedrl.worker.envs --probe FD` reads one msgpack map {env, kwargs, action_mask, stats, seed} from its standard input and writes
 {"spec": ...} or {"error": ...} to the descriptor FD; what the environment prints goes to the standard error.
 """
 
@@ -278,7 +278,7 @@ def _probe(request: Mapping[str, Any]) -> EnvSpec:
         wanted = sum(leaf.num_logits for leaf in spec.action)
         if (mask is None and spec.action_mask is None and wanted) or mask == INFO_MASK:
             try:
-                _, info = env.reset(seed=0)
+                _, info = env.reset(seed=request["seed"])
             except (Exception, SystemExit) as error:
                 raise env_error(error, f"env.id {name}, reset") from error
             found = info.get("action_mask") if isinstance(info, dict) else None
@@ -332,13 +332,16 @@ def probe_spec(
     action_mask: str | None = None,
     stats: Sequence[str] = (),
     timeout_s: float = 60.0,
+    seed: int = 0,
 ) -> EnvSpec:
     """The spec of an environment, found in a process of its own, so that the caller never imports the environment.
 
-    Args: as of `make_env` and `spec_from_spaces`; without `action_mask` a mask of the right size in the reset's info is found too.
+    Args: as of `make_env` and `spec_from_spaces`; seed: of the one reset, where it is needed; without `action_mask` a mask of the right size in the reset's info is found too.
     Raises: what the probe raised (ConfigError, SpecError, EnvError); EnvError when it died or took longer than `timeout_s`.
     """
-    request = {"env": env, "kwargs": dict(kwargs), "action_mask": action_mask, "stats": list(stats)}
+    request = {
+        "env": env, "kwargs": dict(kwargs), "action_mask": action_mask, "stats": list(stats), "seed": seed,
+    }  # fmt: skip
     reader, writer = os.pipe()
     with tempfile.TemporaryFile() as output, os.fdopen(reader, "rb", buffering=0) as pipe:
         process = subprocess.Popen(

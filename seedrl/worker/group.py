@@ -23,7 +23,7 @@ from seedrl.worker.envs import class_name, close_all, one_line, single_spaces, t
 from seedrl.worker.seam import FLOAT32_MAX, PLAIN, Seam, as_reward, stat_of, vector_stat_of
 
 MAX_RESETS = 3  # in a row, of an environment whose very first observation is not finite
-TRIAL, FIRST_REBUILD = 0, 1  # which seed of a seat, besides its first
+TRIAL, FIRST_REBUILD, PROBE = 0, 1, 2  # which seed of a seat, besides its first
 
 
 def seat_seed(run_seed: int, evaluation: bool, worker: int, index: int, *extra: int) -> int:

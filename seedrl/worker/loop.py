@@ -109,7 +109,7 @@ class Worker:
                     f"the trial of the environments was cut short after {_TRIAL_BUDGET_S:g} s, at seat {seat}"
                 )
                 return
-            seed = seat_seed(0, False, arguments.index or 0, seat, TRIAL)
+            seed = seat_seed(arguments.trial_seed, False, arguments.index or 0, seat, TRIAL)
             found = check_env(
                 env, spec, seed, arguments.check_steps, left, arguments.check, on_nan=arguments.on_nan,
                 where=f"{self.where}, seat {seat}",
@@ -254,6 +254,8 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--action-mask", default=None)
     parse.add_argument("--stat", action="append", default=[])
     parse.add_argument("--evaluation", action="store_true")
+    # of a run that is not its own a worker knows the seed only once it is attached: the trial has one of its own then
+    parse.add_argument("--trial-seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parse.add_argument("--index", type=int, default=None)
     parse.add_argument("--attempt", type=int, default=0)
     parse.add_argument("--reconnect-s", type=float, default=0.0)

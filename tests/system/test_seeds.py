@@ -33,11 +33,12 @@ def test_SeedEcho_seeds_are_the_runs_and_no_two_seats_share_one(tmp_path: Path) 
             run={"seed": seed, "max_seconds": 1.5}, evaluation={"episodes": 0},
         )  # fmt: skip
         seats = [lines for lines in _observations(log) if lines]
-        assert len(seats) == 4 * workers
+        assert len(seats) == 4 * workers + 1, "each seat's, and the probe's one reset"
         for lines in seats:
-            assert len(set(lines)) == len(lines) > 3, "the seed goes to the first reset only"
+            assert len(set(lines)) == len(lines), "the seed goes to the first reset only"
+        assert sum(len(lines) > 3 for lines in seats) == 4 * workers
         firsts[name] = {lines[0] for lines in seats}
-        assert len(firsts[name]) == 4 * workers
+        assert len(firsts[name]) == 4 * workers + 1
     assert firsts["a"] == firsts["b"]
     assert not firsts["a"] & firsts["c"]
     assert firsts["a"] <= firsts["d"]
@@ -169,7 +170,7 @@ def test_resume_goes_on_after_kill_9(tmp_path: Path) -> None:
         while True:
             time.sleep(0.2)
             lines = records(tmp_path / "run") if (tmp_path / "run/metrics.jsonl").exists() else []
-            if lines and lines[-1].get("return_mean", 0) > 60:
+            if lines and lines[-1].get("return_mean", 0) > 120:
                 break
             assert time.monotonic() < deadline, command.text()
         command.signal(signal.SIGKILL)
@@ -178,7 +179,7 @@ def test_resume_goes_on_after_kill_9(tmp_path: Path) -> None:
     saved = load_checkpoint(tmp_path / "run")
     assert saved.counters["updates"] > 0 and saved.optimizer
     again = tuple(
-        "run.max_seconds=3" if item.startswith("run.max_seconds") else item for item in more
+        "run.max_seconds=8" if item.startswith("run.max_seconds") else item for item in more
     )
     code, text = seedrl(
         "train",
@@ -203,10 +204,10 @@ def test_resume_goes_on_after_kill_9(tmp_path: Path) -> None:
         assert line["learning_rate"] == pytest.approx(
             3e-3 * (1 - line["updates"] / total), rel=0.02
         )
-    hundred = [
+    later = [
         line for line in after if line["episodes"] >= saved.counters["episodes"] + 100
     ]  # fewer: the shortest alone
-    assert hundred[0]["return_mean"] >= 0.8 * before[-1]["return_mean"]
+    assert later[0]["return_mean"] >= 0.8 * before[-1]["return_mean"]
 
 
 def test_a_truncated_newest_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:

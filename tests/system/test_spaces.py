@@ -16,7 +16,7 @@ from seedrl.store.checkpoint import load_checkpoint
 def test_NestedSpaces_every_leaf_arrives_in_its_place(tmp_path: Path) -> None:
     result = play(
         tmp_path, "envs:NestedSpaces", workers={"num": 2}, run={"max_seconds": 60.0, "stop_at_return": 19.0}, evaluation={"episodes": 50},
-        learner={"learning_rate": 2e-3},
+        learner={"learning_rate": 3e-3}, algorithm={"gamma": 0.5},
     )  # fmt: skip
     assert result.evaluation is not None and result.evaluation.returns.mean() >= 18
     assert records(result.run_dir)[-1]["environment_faults"] == 0
@@ -29,7 +29,7 @@ def test_Blackjack_a_tuple_of_discretes_trains(tmp_path: Path) -> None:
 
 def test_ScalarSpaces_actions_are_of_shape_nothing(tmp_path: Path) -> None:
     result = play(
-        tmp_path, "envs:ScalarSpaces", workers={"num": 2}, algorithm={"entropy_cost": 1e-3}, run={"max_seconds": 45.0, "stop_at_return": -0.3},
+        tmp_path, "envs:ScalarSpaces", workers={"num": 2}, algorithm={"entropy_cost": 1e-3, "gamma": 0.5}, run={"max_seconds": 45.0, "stop_at_return": -0.3},
         learner={"learning_rate": 3e-3}, evaluation={"episodes": 50},
     )  # fmt: skip
     assert result.evaluation is not None and result.evaluation.returns.mean() / 10 > -0.05
@@ -41,7 +41,7 @@ def test_TightBox_never_leaves_the_box_and_reaches_its_far_end(
     tmp_path: Path, distribution: str
 ) -> None:
     result = play(
-        tmp_path, "envs:TightBox", workers={"num": 2}, policy={"action_distribution": distribution}, algorithm={"entropy_cost": 1e-3},
+        tmp_path, "envs:TightBox", workers={"num": 2}, policy={"action_distribution": distribution}, algorithm={"entropy_cost": 1e-3, "gamma": 0.5},
         run={"max_seconds": 45.0, "stop_at_return": 9.3}, learner={"learning_rate": 3e-3}, evaluation={"episodes": 50},
     )  # fmt: skip
     assert result.evaluation is not None and result.evaluation.returns.mean() / 10 >= 0.9
