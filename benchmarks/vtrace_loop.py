@@ -50,7 +50,7 @@ def train(
 ) -> tuple[Net, dict[str, float]]:
     torch.manual_seed(seed)
     envs = [make(step_us, sleep) for _ in range(ENVS)]
-    net, algorithm = Net(), Algorithm()
+    net, algorithm = Net(), Algorithm(gamma=0.98)
     optimizer = torch.optim.Adam(net.parameters(), 3e-3, eps=1e-5, fused=True)
     heads = Heads((Leaf("action", "int64", (), "discrete", n=(2,), start=(0,)),))
     obs = np.stack([env.reset(seed=seed * 1000 + i)[0] for i, env in enumerate(envs)])
@@ -81,7 +81,6 @@ def train(
             )  # fmt: skip
             optimizer.zero_grad()
             loss.total.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             rows = rows[-1:]
             if len(recent) == WINDOW and np.mean(recent) >= SOLVED:
