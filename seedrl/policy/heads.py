@@ -202,7 +202,8 @@ class _Box:
         if not self._is_float:  # a bound inside a gap between two integers
             low, high = np.ceil(low), np.floor(high)
         scaled = high - low <= _WIDEST
-        centre = np.where(scaled, low + (high - low) / 2, 0.0)
+        with np.errstate(invalid="ignore"):  # of infinite bounds, which are not scaled
+            centre = np.where(scaled, low + (high - low) / 2, 0.0)
         half = np.where(scaled, (high - low) / 2, 1.0)
         bounds = [low, high] if np.isfinite([low, high]).any() else []
         self._scaled = torch.from_numpy(scaled).view(leaf.shape) if scaled.any() else None

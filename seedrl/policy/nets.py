@@ -139,14 +139,15 @@ def _flattened(
     body: nn.Sequential, size: tuple[int, int, int], width: int
 ) -> tuple[nn.Sequential, int]:
     """Appends a layer of `width` to convolutions over pictures of `size`."""
-    with torch.no_grad():
-        features = body(torch.zeros(1, *size)).flatten(1).shape[1]
-    if features == 0:
+    try:
+        with torch.no_grad():
+            features = body(torch.zeros(1, *size)).flatten(1).shape[1]
+    except RuntimeError as error:
         raise ConfigError(
-            what=f"pictures of {list(size)} are too small for this encoder",
+            what=f"pictures of {list(size)} are too small for this encoder ({error})",
             where="policy.encoder",
             do="use policy.encoder=auto",
-        )
+        ) from None
     return nn.Sequential(
         body, nn.Flatten(), _orthogonal(nn.Linear(features, width), math.sqrt(2)), nn.ReLU()
     ), width

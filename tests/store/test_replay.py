@@ -1,5 +1,7 @@
-"""Queue mode against a plain model: what a counting environment wrote must come out whole, in order, once."""
+"""Queue mode against published unrolls and a plain model: what a counting environment wrote must come out whole, in order, once."""
 
+import json
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -115,6 +117,44 @@ def test_case_10_unrolls_overlap_by_one_row() -> None:
         if batch is not None:
             begins.append(batch.obs["observation"][:, 0, 2].tolist())
     assert begins == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9], [9, 10, 11, 12]]
+
+
+FAMILIES = json.loads((Path(__file__).parents[1] / "cases" / "algorithms.json").read_text())[
+    "families"
+]
+
+
+@pytest.mark.parametrize("case", FAMILIES["unroll_assembly"], ids=lambda case: case["name"])
+def test_unrolls_are_those_of_the_published_case(case) -> None:
+    """Rows carry the case's values; what comes out after each event is compared, and the row whose state is stored."""
+    given_, right = (
+        case["inputs"],
+        {unroll["after_event"]: unroll for unroll in case["expected"]["unrolls"]},
+    )
+    burn_in, unroll = given_["burn_in"], given_["unroll_length"]
+    bench = Bench(given_["num_envs"], unroll, burn_in, 1, batch=1)
+    values: dict[tuple[int, int, int], int] = {}  # (slot, run, number of the row in it) -> value
+    runs: dict[int, int] = {}
+    for number, (slot, run_id, value) in enumerate(given_["events"]):
+        if runs.setdefault(slot, run_id) != run_id:
+            bench.discard(np.array([slot]))
+            runs[slot] = run_id
+        assert bench.writer.room_for(np.array([slot]))
+        values[slot, int(bench.run[slot]), int(bench.count[slot])] = value
+        bench.append(np.array([slot]))
+        batch = bench.reader.sample(1, timeout_s=0)
+        assert (batch is not None) == (number in right), number
+        if batch is None:
+            continue
+        rows = batch.obs["observation"][:, 0].long().tolist()
+        expected = right[number]
+        padding = (
+            burn_in - expected["burn_in_rows"]
+        )  # the run's first row, again and again, before there are enough
+        assert rows[:padding] == [rows[padding]] * padding
+        assert [values[tuple(row)] for row in rows[padding:]] == expected["rows"]
+        assert int(batch.state[0][0, 0]) == rows[0][2] == expected["first_row_index_in_run"]
+        assert rows[0][0] == expected["env"]
 
 
 def test_case_11_the_stored_state_is_that_of_the_unrolls_own_first_row() -> None:
