@@ -41,7 +41,7 @@ class Leaf:
         shape: of one environment's value; () for a number.
         kind: "box", "discrete", "multi_discrete" or "multi_binary".
         low, high: of a box: its bounds, flattened, or a single number when all are equal (or when there are more than `MAX_BOUNDS`
-            of them: the smallest low, the largest high); None when an entry has no bound, and for the other kinds.
+            of them: the smallest low, the largest high); infinite where an entry has none; None when no entry has, and for the other kinds.
         n: number of values: (n,) of discrete, one an entry (flattened) of multi_discrete, (size,) of multi_binary; () of a box.
         start: smallest value of discrete (one) and multi_discrete (one an entry); () otherwise.
     """
@@ -54,11 +54,6 @@ class Leaf:
     high: tuple[float, ...] | None = None
     n: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
-
-    @property
-    def bounded(self) -> bool:
-        """A box with both bounds finite in every entry."""
-        return self.low is not None and self.high is not None
 
     @property
     def size(self) -> int:
@@ -219,7 +214,7 @@ def leaf_spaces(space: Any, root: str) -> Iterator[tuple[str, Path, Any]]:
 
 
 def _bound(bound: np.ndarray, smallest: bool) -> tuple[float, ...] | None:
-    if not np.all(np.isfinite(bound)):
+    if not np.any(np.isfinite(bound)):
         return None
     flat = bound.astype(np.float64).ravel()
     if flat.size == 0:
