@@ -15,7 +15,7 @@ import pytest
 from runs import Command, overrides, records, seedrl
 from seedrl.store.checkpoint import load_checkpoint
 
-INSTANTS = int(os.environ.get("SEEDRL_INSTANTS", "6"))  # `make interrupts` tries more
+INSTANTS = int(os.environ.get("SEEDRL_INSTANTS", "3"))  # `make interrupts` tries more
 
 
 def test_RaisesInStep_once_rebuilds_the_seat_and_counts_one_fault(tmp_path: Path) -> None:
@@ -162,8 +162,10 @@ def test_an_exception_in_the_supervisor_ends_everything_with_exit_1(tmp_path: Pa
         assert command.all_gone_within(10)
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
-@pytest.mark.parametrize("end", ["itself", "ctrl-c", "kill supervisor", "kill worker"])
+@pytest.mark.parametrize(
+    ("end", "stubborn"),
+    [("itself", False), ("ctrl-c", True), ("kill supervisor", True), ("kill worker", True)],
+)
 def test_SpawnsChild_no_process_of_the_run_is_left(
     tmp_path: Path, stubborn: bool, end: str
 ) -> None:
