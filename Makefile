@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install train test lint bench clean
+.PHONY: install train test lint bench truths soak clean
 
 install: $(STAMP)
 
@@ -25,10 +25,19 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-ifneq ($(wildcard benchmarks/vtrace_loop.py),)
+# side by side with a plain loop: minutes, on an idle machine
 bench: install
-	$(BIN)/python benchmarks/vtrace_loop.py
-endif
+	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 3
+	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 --step-us 200
+
+# the long forms of what `make test` does briefly
+truths: install
+	SEEDRL_TRUTH_ROWS=1000000 $(BIN)/python -m pytest -q tests/system/test_truths.py
+	SEEDRL_INSTANTS=20 SEEDRL_LEFTOVER_ROUNDS=20 $(BIN)/python -m pytest -q tests/system/test_faults.py tests/system/test_serve.py -k "ctrl_c or leftovers"
+
+SECONDS ?= 600
+soak: install
+	$(BIN)/seedrl train cartpole run.stop_at_return=null run.max_seconds=$(SECONDS)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
