@@ -71,6 +71,8 @@ MAX_MESSAGE_BYTES = (
 MAX_GROUPS_PER_WORKER = 64
 FIRST_FREE_INDEX = 1 << 16  # seed index of workers that were not numbered by `train`
 ATTEMPT_SHIFT = 20
+_HELLO_S = 5.0  # a caller says hello at once, or goes
+_MAX_SILENT = 64  # callers that have not said it yet: descriptors are few
 
 
 def parse_unix(address: str) -> Path:
@@ -272,6 +274,7 @@ class Lease:
     groups: list[int] = field(default_factory=list)
     said_bye: bool = False
     failed: SeedrlError | None = None
+    came_s: float = field(default_factory=time.monotonic)
 
     @property
     def attached(self) -> bool:
@@ -306,9 +309,16 @@ class Door:
         self.listener = self._listen()
 
     def _listen(self) -> socket.socket:
-        listener = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        )
+        kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        listener = socket.socket(socket.AF_UNIX, kind)
+        try:
+            self._bind(listener)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _bind(self, listener: socket.socket) -> None:
         with _short(self.path) as name:
             if self.path.is_socket():
                 probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -341,7 +351,6 @@ class Door:
             finally:
                 os.umask(old)
         listener.listen(64)
-        return listener
 
     def accept(self) -> Lease | None:
         """Takes one caller in; None when it has gone already or may not come in."""
@@ -350,7 +359,8 @@ class Door:
         except BlockingIOError:
             return None
         pid, uid = peer_pid(connection)
-        if uid not in (os.getuid(), 0):
+        silent = sum(not lease.attached for lease in self.leases.values())
+        if uid not in (os.getuid(), 0) or silent >= _MAX_SILENT:
             connection.close()
             return None
         connection.setblocking(False)
@@ -532,7 +542,11 @@ class Door:
         os.eventfd_write(self._engine_bell, 1)
 
     def collect(self) -> bool:
-        """Frees the seats that have drained; True while some still drain."""
+        """Frees the seats that have drained, shows out who never said hello; True while some seats still drain."""
+        too_long_s = time.monotonic() - _HELLO_S
+        for lease in [lease for lease in self.leases.values() if not lease.attached]:
+            if lease.came_s < too_long_s:
+                self.end(lease.fd)
         for group in list(self._draining):
             line = self.slab.lease[group]
             if self.slab.drained[group, 0] >= line[GENERATION]:
