@@ -145,6 +145,13 @@ def _num_slots(config: Config, final_envs: int, workers: bool) -> int:
         return given or DEFAULT_SERVED_SLOTS
     own = config.workers
     wanted = own.num * own.envs_per_worker + config.evaluation.slots
+    group, largest = own.envs_per_worker // own.groups, config.batching.max_batch
+    if largest is not None and group > largest:
+        raise ConfigError(
+            what=f"a group of {group} environments is more than batching.max_batch {largest}",
+            where=config.where("batching.max_batch"),
+            do="raise batching.max_batch, or workers.groups",
+        )
     if given is not None and given < wanted:
         raise ConfigError(
             what=f"{wanted} environments ({own.num} x {own.envs_per_worker}, {config.evaluation.slots} to evaluate) for {given} slots",

@@ -18,6 +18,7 @@ SHORT = overrides("CartPole-v1", {}, "run.max_seconds=1", "evaluation.episodes=0
         (["learner.learning_rate=fast"], ["learner.learning_rate", "fast"]),
         (["batching.min_batch=64", "batching.max_batch=32"], ["min_batch", "64", "32"]),
         (["batching.max_slots=4"], ["8", "4", "slots"]),
+        (["batching.max_batch=3"], ["group of 4", "max_batch 3"]),
         (["env.id=CartPole-v7"], ["CartPole"]),
         (["env.id=CartPol-v1"], ["CartPole-v1"]),
         (["env.id=no_such_module:thing"], ["no_such_module"]),
