@@ -6,13 +6,14 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from runs import Command, overrides, records, seedrl
+from runs import SEEDRL, Command, overrides, records, seedrl
 from seedrl.store.checkpoint import load_checkpoint
 
 INSTANTS = int(os.environ.get("SEEDRL_INSTANTS", "3"))  # `make interrupts` tries more
@@ -257,3 +258,41 @@ def test_CountsThreads_a_worker_has_at_most_four(tmp_path: Path) -> None:
     )
     assert code == 0, text
     assert records(tmp_path / "run")[-1]["return_mean"] / 10 <= 4
+
+
+def test_small_dev_shm_is_no_obstacle_and_holds_nothing_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "frames.py").write_text(
+        "import gymnasium as gym, numpy as np\n"
+        "from envs import Case\n"
+        "class Frames(Case):\n"
+        "    def __init__(self, render_mode=None):\n"
+        "        super().__init__(render_mode)\n"
+        "        self.observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)\n"
+        "    def observe(self):\n"
+        "        return np.full((4, 84, 84), self.t, np.uint8)\n"
+    )
+    more = (
+        "workers.num=2",
+        "workers.envs_per_worker=32",
+        "learner.batch_size=2",
+        "policy.encoder=auto",
+        "evaluation.episodes=0",
+        "run.max_seconds=4",
+    )
+    arguments = ["train", "cartpole", *overrides("frames:Frames", {}, *more), "--run-dir", "run"]
+    prefix = None
+    if (
+        subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+    ):  # where mounting is allowed: 64 KB of it
+        mounted = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && "$@"; code=$?; ls -A /dev/shm | sed "s/^/left: /"; exit $code'
+        prefix = ["unshare", "-m", "sh", "-c", mounted, "sh", *SEEDRL]
+    with Command(*arguments, cwd=tmp_path, prefix=prefix) as command:
+        command.until("run  ")
+        for pid in command.named("seedrl"):
+            open_files = [
+                os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")
+            ]
+            assert not [name for name in open_files if name.startswith("/dev/shm")]
+        assert command.wait(60) == 0, command.text()
+        assert "left: " not in command.text()
+    assert records(tmp_path / "run")[-1]["env_steps"] > 64

@@ -11,9 +11,11 @@ from typing import Any
 
 import imageio_ffmpeg
 import numpy as np
+import psutil
 import pytest
 
-from runs import Command, overrides, play, records, seedrl
+from harness import Harness
+from runs import Command, overrides, play, records, seedrl, settings
 from seedrl.errors import CheckpointError
 from seedrl.store.checkpoint import load_checkpoint
 
@@ -111,8 +113,17 @@ def test_Renders_two_films_of_six_frames(tmp_path: Path) -> None:
         assert grey == pytest.approx([0, 40, 80, 120, 160, 200], abs=4)
 
 
-def test_FatInfos_unknown_keys_make_no_metric(tmp_path: Path) -> None:
-    result = play(tmp_path, "envs:FatInfos")
+def test_FatInfos_memory_is_flat_and_unknown_keys_make_no_metric(tmp_path: Path) -> None:
+    with Harness(settings("envs:FatInfos"), tmp_path, num_slots=8) as run:
+        run.begin()
+        worker, resident = psutil.Process(run._workers[0].child.pid), []
+        for _ in range(int(os.environ.get("SEEDRL_FAT_SECONDS", "6")) * 10):
+            end = time.monotonic() + 0.1
+            while time.monotonic() < end:
+                run.sample(4)
+            resident.append(worker.memory_info().rss)
+    assert resident[-1] - resident[len(resident) // 2] < 1 << 20
+    result = play(tmp_path, "envs:FatInfos", run={"max_seconds": 1.0})
     assert not [key for key in records(result.run_dir)[-1] if "key-" in key or "array" in key]
 
 
@@ -199,7 +210,7 @@ def test_resume_goes_on_after_kill_9(tmp_path: Path) -> None:
     )
     times = [line["time_s"] for line in records(tmp_path / "run")]
     assert times == sorted(times)
-    total = 4_000_000 // (16 * 16)
+    total = 4_000_000 // (8 * 16)
     for line in after:  # the schedule counts from the first start
         assert line["learning_rate"] == pytest.approx(
             3e-3 * (1 - line["updates"] / total), rel=0.02

@@ -130,7 +130,7 @@ def settings(
         "env": {"id": env_id, "kwargs": kwargs or {}},
         "workers": {"num": 1, "envs_per_worker": 8, "groups": 2},
         "evaluation": {"episodes": 16, "envs_per_worker": 8},
-        "run": {"max_seconds": 3.0, "log_every_s": 0.2},
+        "run": {"max_seconds": 2.0, "log_every_s": 0.2},
     }
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
@@ -141,7 +141,7 @@ def overrides(env: str, kwargs: dict[str, Any] | None = None, *more: str) -> lis
     """The same as arguments of `seedrl train cartpole`."""
     return [
         f"env.id={env}", f"env.kwargs={json.dumps(kwargs or {})}", "workers.num=1", "workers.envs_per_worker=8", "workers.groups=2",
-        "evaluation.episodes=16", "evaluation.envs_per_worker=8", "run.max_seconds=3", "run.log_every_s=0.2", "run.stop_at_return=null", *more,
+        "evaluation.episodes=16", "evaluation.envs_per_worker=8", "run.max_seconds=2", "run.log_every_s=0.2", "run.stop_at_return=null", *more,
     ]  # fmt: skip
 
 
