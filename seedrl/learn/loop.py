@@ -302,7 +302,9 @@ class Learner:
         self._stop_wanted = False
         self.env_steps = self.base_env_steps + self.board.get("env_steps")
         path = self.checkpoint()
-        if self.over is None and not self.config.run.deterministic:
+        if (
+            not self.config.run.deterministic
+        ):  # of a moment when nothing moves: its counts fit each other
             self.channel.send({"type": "metrics", "record": self.record()})
         self.channel.send({
             "type": "stopped", "checkpoint": str(path), "updates": self.updates, "env_steps": self.env_steps,
