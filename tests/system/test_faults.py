@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from runs import SEEDRL, Command, overrides, records, seedrl
+from runs import SEEDRL, Command, newest, overrides, records, seedrl
 from seedrl.store.checkpoint import load_checkpoint
 
-INSTANTS = int(os.environ.get("SEEDRL_INSTANTS", "3"))  # `make interrupts` tries more
+INSTANTS = int(os.environ.get("SEEDRL_INSTANTS", "2"))  # `make truths` tries more
 
 
 def test_RaisesInStep_once_rebuilds_the_seat_and_counts_one_fault(tmp_path: Path) -> None:

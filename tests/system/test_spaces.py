@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness import Harness
-from runs import overrides, play, policy_of, records, seedrl, settings
+from runs import newest, overrides, play, policy_of, records, seedrl, settings
 from seedrl.store.checkpoint import load_checkpoint
 
 

@@ -122,6 +122,11 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def newest(run_dir: Path, name: str) -> Any:
+    """The last figure of that name: a last record in which nothing was learnt has none of the rates."""
+    return next(record[name] for record in reversed(records(run_dir)) if name in record)
+
+
 def settings(
     env_id: str, kwargs: dict[str, Any] | None = None, **sections: dict[str, Any]
 ) -> Config:
