@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install train test lint bench truths soak clean
+.PHONY: install train test lint bench truths soak docs clean
 
 install: $(STAMP)
 
@@ -38,6 +38,12 @@ truths: install
 SECONDS ?= 600
 soak: install
 	$(BIN)/seedrl train cartpole run.stop_at_return=null run.max_seconds=$(SECONDS)
+
+# the site, in build/site: a dead link or a page without a place is an error
+docs: install
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -221,7 +221,7 @@ class EvaluationSection(Section):
     episodes: int = Field(100, ge=0, le=1_000_000, description=
         "Episodes played at the end of training; 0 plays none. 100 make the mean's error small.")
     every_s: float = Field(0.0, ge=0, le=86_400, description=
-        "Seconds between evaluations in training. 0: evaluation slots play all the time, the only way built yet.")
+        "Seconds between evaluations in training, of evaluation.episodes each. 0: evaluation slots play all the time.")
     greedy: bool = Field(True, description=
         "The most likely action instead of a sampled one. true shows what was learnt without noise.")
     envs_per_worker: int = Field(16, ge=1, le=4096, description=
@@ -339,10 +339,12 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
     if learner.schedule != "constant" and config.run.max_steps is None:
         what = f"a {learner.schedule} schedule needs to know the end of the run"
         yield ("learner.schedule",), what, "set run.max_steps, or the schedule to constant"
-    if config.evaluation.every_s:
-        what = "evaluations at intervals are not built yet"
-        do = "leave every_s out; evaluation.slots play all the time, evaluation.episodes at the end"
-        yield ("evaluation.every_s",), what, do
+    evaluation = config.evaluation
+    if evaluation.every_s and not (evaluation.slots and evaluation.episodes):
+        lacking = "slots" if not evaluation.slots else "episodes"
+        what = f"an evaluation every {evaluation.every_s:g} s with evaluation.{lacking} 0 plays nothing"
+        do = f"set evaluation.{lacking}, or leave every_s out"
+        yield ("evaluation.every_s", f"evaluation.{lacking}"), what, do
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from seedrl.config import Config, dump_yaml, load_config
 from seedrl.errors import CheckpointError, ConfigError, RunError, SeedrlError
+from seedrl.evaluation import Evaluation
 from seedrl.spec import EnvSpec
-from seedrl.supervise import Ended, Evaluation, Supervisor, balance
+from seedrl.supervise import Ended, Supervisor, balance
 from seedrl.transport.attach import parse_unix
 from seedrl.watch.telemetry import MetricsWriter, RunDir
 from seedrl.watch.top import Panel
@@ -166,7 +167,7 @@ def _start(config: Config, supervisor: Supervisor, workers: bool) -> None:
         supervisor.start_workers(
             config.workers.num, config.workers.envs_per_worker, config.workers.groups
         )
-    if config.evaluation.slots:
+    if config.evaluation.slots and not config.evaluation.every_s:  # they play all the time
         supervisor.start_workers(1, config.evaluation.slots, 1, evaluation=True)
     supervisor.start()
 

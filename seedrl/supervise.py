@@ -16,12 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from seedrl import host
 from seedrl.children import Child, Children
 from seedrl.config import Config
 from seedrl.errors import RunError, SeedrlError, from_wire
+from seedrl.evaluation import Evaluation, Round
 from seedrl.spec import EnvSpec
 from seedrl.store.board import Board, EpisodeReader
 from seedrl.transport import doorbell
@@ -52,22 +51,6 @@ class WorkerSlot:
     attempt: int = 0
     child: Child | None = None
     arguments: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Returns and lengths of evaluation episodes."""
-
-    returns: np.ndarray  # float64 [E]
-    lengths: np.ndarray  # float64 [E]
-
-    def summary(self) -> dict[str, float | int]:
-        return {
-            "episodes": int(self.returns.size),
-            "mean_return": float(self.returns.mean()), "std_return": float(self.returns.std()),
-            "min_return": float(self.returns.min()), "max_return": float(self.returns.max()),
-            "mean_length": float(self.lengths.mean()),
-        }  # fmt: skip
 
 
 class Supervisor:
@@ -104,6 +87,9 @@ class Supervisor:
         self._workers: list[WorkerSlot] = []
         self._deaths: deque[float] = deque()
         self._engine_ready = self._learner_ready = self._stopping = False
+        self.last_round: Evaluation | None = None
+        self._playing: _Playing | None = None
+        self._next_round_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._old_handlers: dict[int, Any] = {}
         self.children = Children()
@@ -209,9 +195,9 @@ class Supervisor:
         *,
         evaluation: bool = False,
         extra: list[str] | None = None,
-    ) -> None:
-        """Starts `num` workers that attach here, and keeps them alive."""
-        env = self.config.env
+    ) -> list[WorkerSlot]:
+        """Starts `num` workers that attach here, and keeps them alive; returns them."""
+        env, started = self.config.env, []
         for index in range(num):
             worker = WorkerSlot(index, evaluation)
             worker.arguments = [
@@ -224,7 +210,25 @@ class Supervisor:
                 *(["--evaluation"] if evaluation else []), *(extra or []),
             ]  # fmt: skip
             self._workers.append(worker)
+            started.append(worker)
             self._start_worker(worker)
+        return started
+
+    def end_workers(self, workers: list[WorkerSlot], grace_s: float) -> None:
+        """Ends these workers; what they hold is free afterwards."""
+        self._end([worker.child for worker in workers if worker.child is not None], grace_s)
+        self._workers = [worker for worker in self._workers if worker not in workers]
+
+    def slots_of(self, worker: WorkerSlot) -> list[int]:
+        """The slots that it holds now."""
+        pid = worker.child.pid if worker.child is not None else -1
+        found: list[int] = []
+        for lease in self.door.leases.values():
+            if lease.pid == pid:
+                for group in lease.groups:
+                    start, size = (int(self.slab.lease[group, word]) for word in (START, SIZE))
+                    found.extend(range(start, start + size))
+        return found
 
     def _start_worker(self, worker: WorkerSlot) -> None:
         kind = "evaluation" if worker.evaluation else "worker"
@@ -440,8 +444,10 @@ class Supervisor:
                 self.pump()
         self.enter(Phase.ACT)
         limit, begin = self.config.run.max_seconds, time.monotonic()
+        self._next_round_s = begin + self.config.evaluation.every_s
         while not self.done and not self.interrupted:
             self.pump()
+            self._evaluate_in_turn()
             if limit is not None and time.monotonic() - begin >= limit:
                 self.done = f"max_seconds {limit:g} reached"
         return Ended.INTERRUPTED if self.interrupted else Ended.DONE
@@ -456,13 +462,8 @@ class Supervisor:
         ):  # after the engine, so that its accounts are of everything that was stored
             self._learner.process.terminate()
             self._pump_until(lambda: bool(self.final), _LEARNER_GRACE_S)
-        workers = [
-            worker.child
-            for worker in self._workers
-            if worker.child is not None and not worker.evaluation
-        ]
-        self._workers = [worker for worker in self._workers if worker.evaluation]
-        self._end(workers, 1.0)
+        self._playing = None
+        self.end_workers(list(self._workers), 1.0)
         if self.learning:
             self._end([self._learner], 0.5)
         self._stopping = False
@@ -486,60 +487,43 @@ class Supervisor:
         dropped = {name: get(f"dropped_{name}") for name in ("worker_died", "detached", "shutdown")}
         return {"acted": get("rows_acted"), "stored": get("rows_stored"), **dropped}
 
-    def evaluate(
-        self,
-        episodes: int,
-        envs: int,
-        *,
-        extra: list[str] | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> Evaluation:
-        """Plays `episodes` episodes on `envs` evaluation slots: the first ones of each slot, so that short ones count no more.
+    def evaluate(self, episodes: int, envs: int, *, extra: list[str] | None = None) -> Evaluation:
+        """Plays `episodes` episodes on `envs` evaluation slots; nothing else acts meanwhile.
 
         Raises: the failure of the worker, KeyboardInterrupt.
         """
-        envs = min(envs, episodes)
-        quota = -(-episodes // envs)
-        reader = EpisodeReader(self.board)
-        before = set(self.door.leases)
         if self.board.get("acting") != Phase.EVALUATE:
             self.enter(Phase.EVALUATE)
-        self.start_workers(1, envs, 1, evaluation=True, extra=extra)
-        returns: dict[int, list[tuple[float, float]]] = {}
-        slots: set[int] = set()
-        while True:
+        playing = _Playing(self, Round(episodes, envs), extra)
+        while not playing.look():
             self.pump()
             if self.interrupted:
                 raise KeyboardInterrupt
-            for fd, lease in self.door.leases.items():
-                if fd not in before and lease.evaluation:
-                    for group in lease.groups:
-                        start, size = (int(self.slab.lease[group, word]) for word in (START, SIZE))
-                        slots.update(range(start, start + size))
-            for slot, evaluation, value, length, *_ in reader.read().tolist():
-                seen = returns.setdefault(int(slot), [])
-                if evaluation and len(seen) < quota:
-                    seen.append((value, length))
-            played = sum(len(returns.get(slot, ())) for slot in slots)
-            if progress is not None:
-                progress(min(played, episodes))
-            if slots and played >= quota * len(slots):
-                break
-        workers = [worker for worker in self._workers if worker.evaluation]
-        self._stopping = True
-        self._end([worker.child for worker in workers if worker.child is not None], 2.0)
-        self._workers = [worker for worker in self._workers if not worker.evaluation]
-        self._stopping = False
-        order = [returns[slot][k] for k in range(quota) for slot in sorted(slots)][:episodes]
-        table = np.array(order)
-        return Evaluation(table[:, 0], table[:, 1])
+        return playing.end()
+
+    def _evaluate_in_turn(self) -> None:
+        """Every `evaluation.every_s` seconds: a round beside the training."""
+        evaluation, now = self.config.evaluation, time.monotonic()
+        if self._playing is None:
+            if evaluation.every_s and now >= self._next_round_s:
+                self._playing = _Playing(self, Round(evaluation.episodes, evaluation.slots))
+                self._next_round_s = now + evaluation.every_s
+        elif self._playing.look():
+            self.last_round, self._playing = self._playing.end(), None
+            figures = self.last_round.summary()
+            self._say(
+                f"evaluation: {figures['episodes']} episodes, mean return {figures['mean_return']:.2f} "
+                f"(min {figures['min_return']:.2f}, max {figures['max_return']:.2f})"
+            )
 
     def _with_evaluation(self, record: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **record,
-            "environment_faults": sum(self.faults.values()),
-            "live_slots": self.board.get("live_slots"),
-        }
+        faults, live = sum(self.faults.values()), self.board.get("live_slots")
+        record = {**record, "environment_faults": faults, "live_slots": live}
+        if self.config.evaluation.every_s:  # of whole rounds, not of whatever ended last
+            record.pop("evaluation_return_mean", None)
+            if self.last_round is not None:
+                record["evaluation_return_mean"] = float(self.last_round.returns.mean())
+        return record
 
     def close(self, *, orderly: bool = True) -> None:
         """Ends whatever runs; nothing is left of it afterwards.
@@ -579,6 +563,27 @@ class Supervisor:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self.close(orderly=kind is None or issubclass(kind, KeyboardInterrupt))
+
+
+class _Playing:
+    """A round that is being played: its worker, and the episodes that end from now on."""
+
+    def __init__(
+        self, supervisor: Supervisor, round_: Round, extra: list[str] | None = None
+    ) -> None:
+        self._supervisor, self._round = supervisor, round_
+        self._reader = EpisodeReader(supervisor.board)
+        (self._worker,) = supervisor.start_workers(1, round_.seats, 1, evaluation=True, extra=extra)
+
+    def look(self) -> bool:
+        """Takes what has ended since; True when all has been played."""
+        self._round.hold(self._supervisor.slots_of(self._worker))
+        self._round.take(self._reader.read())
+        return self._round.complete
+
+    def end(self) -> Evaluation:
+        self._supervisor.end_workers([self._worker], 2.0)
+        return self._round.result()
 
 
 def balance(accounts: dict[str, int], final: dict[str, Any]) -> tuple[str, bool]:

@@ -217,7 +217,7 @@ def test_an_item_of_a_long_list_is_refused_at_its_own_line(tmp_path: Path) -> No
             ["cuda", "not built yet", "use cpu"],
         ),
         ("batching:\n  buckets: [8, 16]\n", "given.yaml:2 batching.buckets", ["not built yet"]),
-        ("evaluation:\n  every_s: 5\n", "given.yaml:2 evaluation.every_s", ["not built yet"]),
+        ("evaluation:\n  every_s: 5\n", "given.yaml:2 evaluation.every_s", ["evaluation.slots 0"]),
     ],
 )
 def test_a_contradiction_is_refused_at_the_line_that_made_it(

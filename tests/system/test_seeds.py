@@ -251,3 +251,16 @@ def test_a_truncated_newest_checkpoint_is_skipped_and_named(tmp_path: Path) -> N
         os.truncate(folder / "weights.safetensors", 10)
     with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "run")
+
+
+def test_evaluations_at_intervals_are_whole_rounds_beside_the_training(tmp_path: Path) -> None:
+    play(
+        tmp_path, "envs:SameAnswer", evaluation={"slots": 4, "episodes": 8, "every_s": 1.0},
+        run={"max_seconds": 10.0},
+    )  # fmt: skip
+    rounds = (tmp_path / "run/log.txt").read_text().count("evaluation: 8 episodes, mean return")
+    assert rounds >= 2
+    with_figure = [
+        record for record in records(tmp_path / "run") if "evaluation_return_mean" in record
+    ]
+    assert with_figure and with_figure[0] is not records(tmp_path / "run")[0]
