@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install train test lint bench truths soak docs clean
+.PHONY: install train test lint bench truths soak docs gpu-check clean
 
 install: $(STAMP)
 
@@ -34,10 +34,17 @@ bench: install
 truths: install
 	SEEDRL_TRUTH_ROWS=1000000 $(BIN)/python -m pytest -q tests/system/test_truths.py
 	SEEDRL_INSTANTS=20 SEEDRL_LEFTOVER_ROUNDS=20 $(BIN)/python -m pytest -q tests/system/test_faults.py tests/system/test_serve.py -k "ctrl_c or leftovers"
+	SEEDRL_TORN_INSTANTS=50 $(BIN)/python -m pytest -q tests/store/test_checkpoint.py -k kill_9
+	SEEDRL_FAT_SECONDS=300 $(BIN)/python -m pytest -q tests/system/test_seeds.py -k FatInfos
+	SEEDRL_FLAT_SECONDS=600 $(BIN)/python -m pytest -q tests/system/test_serve.py -k "case_20 and 4"
 
 SECONDS ?= 600
 soak: install
 	$(BIN)/seedrl train cartpole run.stop_at_return=null run.max_seconds=$(SECONDS)
+
+# with the host's own interpreter, torch and packages: make gpu-check PYTHON=python3; says "skipped" where no GPU is
+gpu-check:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
 
 # the site, in build/site: a dead link or a page without a place is an error
 docs: install

@@ -22,6 +22,7 @@ from seedrl.errors import ConfigError
 COMMAND_LINE = "command line"
 _SUFFIXES = (".yaml", ".yml")
 _HERE = Path(__file__).resolve().parent
+_DEVICE = r"^(cpu|cuda(:\d{1,2})?)$"
 
 
 def _plain(value: Any) -> Any:
@@ -115,7 +116,7 @@ class Batching(Section):
         "Microseconds after which even a batch below min_batch is answered. 20 ms keeps one slow worker from stopping "
         "the others.")
     buckets: list[int] = Field(default_factory=list, max_length=64, description=
-        "Padded batch sizes in rows, rising. None: the cpu needs no padding, and no other device is built yet.")
+        "Padded batch sizes in rows, rising, for captured graphs of a GPU. Not built yet: leave it empty.")
     max_slots: int | None = Field(None, ge=1, le=65_536, description=
         "Seats in all. null: what the run itself fills with train, 256 with serve.")
 
@@ -143,7 +144,8 @@ class PolicySection(Section):
 class Engine(Section):
     """The process that answers environments."""
 
-    device: str = Field("cpu", description="Where the policy acts. cpu is the only one built yet.")
+    device: str = Field("cpu", pattern=_DEVICE, description=
+        "Where the policy acts: cpu, cuda or cuda:N. cpu, which every machine has.")
     threads: int = Field(1, ge=1, le=1024, description=
         "Torch's threads. 1, as small networks lose more to their handover than they gain.")
 
@@ -158,8 +160,8 @@ class Replay(Section):
     block_length: int | None = Field(None, ge=1, le=65_536, description=
         "Rows of a block; divides unroll_length and burn_in. null: their greatest common divisor, so the fewest "
         "blocks.")
-    device: str | None = Field(None, description=
-        "Where rows lie. null: with the learner, on the cpu, the only one built yet.")
+    device: str | None = Field(None, pattern=_DEVICE, description=
+        "Where rows lie: engine.device, or cpu where a GPU's memory is too small. null: engine.device, as rows are born there.")
     max_lag: int | None = Field(None, ge=1, le=1_000_000, description=
         "Acting stops while rows would be learnt from more updates late than this. null: unbounded, as V-trace "
         "corrects for lag; 1 when run.deterministic.")
@@ -187,7 +189,8 @@ class Algorithm(Section):
 class Learner(Section):
     """The process that trains."""
 
-    device: str = Field("cpu", description="Where gradients are computed. cpu is the only one built yet.")
+    device: str = Field("cpu", pattern=_DEVICE, description=
+        "Where gradients are computed: cpu, cuda or cuda:N. cpu, which every machine has.")
     threads: int = Field(1, ge=1, le=1024, description="Torch's threads. 1, so that engine and workers have cores too.")
     optimizer: Literal["adam", "rmsprop"] = Field("adam", description=
         "adam needs the least tuning; rmsprop is IMPALA's.")
@@ -289,14 +292,10 @@ class Config(Section):
 def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """What cannot be, field against field: (keys concerned, what is wrong, what to do)."""
     workers, batching, learner = config.workers, config.batching, config.learner
-    for section, device in (
-        ("engine", config.engine.device),
-        ("learner", learner.device),
-        ("replay", config.replay.device),
-    ):
-        if device not in (None, "cpu"):
-            what = f"{section}.device {device!r} is not built yet in this version"
-            yield (f"{section}.device",), what, "use cpu"
+    if config.replay.device not in (None, "cpu", config.engine.device):
+        what = f"replay.device {config.replay.device} is neither the engine's ({config.engine.device}) nor cpu"
+        do = "leave replay.device out, or set it to cpu"
+        yield ("replay.device", "engine.device"), what, do
     if batching.max_batch is not None and batching.min_batch > batching.max_batch:
         what = f"min_batch {batching.min_batch} is more than max_batch {batching.max_batch}"
         do = f"lower min_batch, or raise max_batch to {batching.min_batch} or more"
@@ -304,7 +303,7 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
     if batching.buckets:
         yield (
             ("batching.buckets",),
-            "padded batches are not built yet: the cpu needs none",
+            "padded batches are not built yet",
             "leave buckets empty",
         )
     if workers.envs_per_worker % workers.groups:
@@ -693,6 +692,8 @@ def _range(metadata: list[Any]) -> str:
             words.append("that is not empty")
         elif isinstance(limit, annotated_types.MaxLen):
             words.append(f"at most {limit.max_length} long")
+        elif getattr(limit, "pattern", None) == _DEVICE:
+            words.append("that names a device (cpu, cuda or cuda:N)")
     if len(words) == 2 and words[0].startswith("of at least ") and words[1].startswith("at most "):
         return f" from {words[0][12:]} to {words[1][8:]}"
     return " " + " and ".join(words) if words else ""

@@ -58,6 +58,7 @@ def fit(
         panel: where progress is shown; None makes no output.
     Raises: SeedrlError as the command would report it; nothing is left running.
     """
+    _check_devices(config)
     final_envs = min(config.evaluation.envs_per_worker, config.evaluation.episodes)
     num_slots = _num_slots(config, final_envs, workers)
     spec = probe(config)
@@ -211,6 +212,7 @@ def play(
     config = Config.model_validate(saved.config)
     if seed is not None:
         config.run.seed = seed
+    _check_devices(config)
     spec = probe(config)
     path = _checked(saved, config, spec)
     side_by_side = envs or min(config.evaluation.envs_per_worker, episodes)
@@ -227,6 +229,17 @@ def play(
     ) as supervisor:  # fmt: skip
         supervisor.start()
         return supervisor.evaluate(episodes, side_by_side, extra=extra)
+
+
+def _check_devices(config: Config) -> None:
+    """Raises ConfigError for a device that this machine has not, before anything starts."""
+    named = (("engine.device", config.engine.device), ("learner.device", config.learner.device))
+    wanted = [(key, device) for key, device in named if device != "cpu"]
+    if wanted:  # else nothing of torch is needed here
+        from seedrl.store.memory import require_device
+
+        for key, device in wanted:
+            require_device(device, config.where(key))
 
 
 def probe(config: Config) -> EnvSpec:

@@ -155,14 +155,16 @@ class Supervisor:
         )
         self._selector.register(self._learner_channel, selectors.EVENT_READ, self._heard_learner)
 
-    def _hand_store_to_learner(self, fds: list[int]) -> None:
-        """`fds` are the replay storage's, its control memory's and the weights'."""
+    def _hand_store_to_learner(self, ready: dict[str, Any], fds: list[int]) -> None:
+        """`fds` are those of the queue, the weights and, on the CPU, the replay storage."""
         message = {
+            "replay_handle": ready["replay_handle"],
+            "replay_device": ready["replay_device"],
             **self._common(),
             "run_dir": str(self.run_dir),
             "resume": str(self._resume) if self._resume else None,
         }
-        self._learner_channel.send(message, [*fds, self._board_fd, self._learner_bell, self._bell])
+        self._learner_channel.send(message, [self._board_fd, self._learner_bell, self._bell, *fds])
 
     def _common(self) -> dict[str, Any]:
         return {
@@ -320,7 +322,7 @@ class Supervisor:
         if message["type"] == "ready":
             self._engine_ready, self.sizes = True, message["sizes"]
             if self.learning:
-                self._hand_store_to_learner(fds)
+                self._hand_store_to_learner(message, fds)
             for fd in fds:
                 os.close(fd)
         elif message["type"] == "failed":

@@ -27,6 +27,7 @@ from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board
 from seedrl.store.checkpoint import load_checkpoint
+from seedrl.store.memory import allocate, require_device
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import ReplayWriter
 from seedrl.store.weights import Subscriber, WeightsLayout
@@ -336,6 +337,7 @@ class Engine:
         histograms["env_step_ns"].add_many(lines[:, STEP_NS])
 
 
+_CPU = torch.device("cpu")
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
 
 
@@ -343,17 +345,28 @@ _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
 
 
 def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dict[str, Any]]:
-    """The engine of a start message; also the descriptors and sizes that the learner needs."""
+    """The engine of a start message; also the descriptors that the learner needs, and what else the supervisor must know."""
     config, spec = Config.model_validate(start["config"]), EnvSpec.from_dict(start["spec"])
     layout = SlabLayout.of(spec, start["num_slots"], start["num_groups"])
     slab_fd, bell, learner_bell, board_fd, *doors = fds
     slab = Slab(host.map_shared(slab_fd, layout.nbytes), layout)
     board = Board(host.map_shared(board_fd, Board.nbytes(len(spec.stats))), len(spec.stats))
     torch.set_num_threads(config.engine.threads)
-    policy = make_policy(config.policy, spec).eval()
+    device = require_device(config.engine.device, "engine.device")
+    store_device = device if config.replay.device in (None, config.engine.device) else _CPU
+    policy = make_policy(config.policy, spec).eval().to(device)
     heads = Heads(spec.action, config.policy.action_distribution)
     max_batch = min(config.batching.max_batch or layout.num_slots, layout.num_slots)
-    step = PolicyStep(policy, heads, slab, layout.num_slots, config.run.seed, start["greedy"])
+    step = PolicyStep(
+        policy,
+        heads,
+        slab,
+        layout.num_slots,
+        config.run.seed,
+        start["greedy"],
+        device,
+        store_device,
+    )
     batching = config.batching
     rule = Rule(
         max_batch,
@@ -364,22 +377,27 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     )
     writer = subscriber = admission = None
     shared: list[int] = []
+    handle = None
     sizes: dict[str, Any] = {"slab": layout.nbytes, "state": step.states.nbytes}
     if start["learner"]:
         plan = StorePlan.of(
             config, spec, heads.stored_specs(), state_leaves(policy), layout.num_slots
         )
         weights = WeightsLayout.of(policy)
-        shared = [
-            host.memfd("replay", plan.blocks.nbytes),
+        memory, replay = allocate(store_device, plan.blocks.nbytes)
+        queue, buffers = (
             host.memfd("queue", plan.queue.nbytes),
             host.memfd("weights", weights.nbytes),
-        ]
-        storage = BlockStorage(plan.blocks, host.map_shared(shared[0], plan.blocks.nbytes))
-        writer = ReplayWriter(
-            storage, plan.queue, host.map_shared(shared[1], plan.queue.nbytes), learner_bell
         )
-        subscriber = Subscriber(host.map_shared(shared[2], weights.nbytes), weights)
+        shared = [queue, buffers, *([] if replay.fd is None else [replay.fd])]
+        handle = replay.handle
+        writer = ReplayWriter(
+            BlockStorage(plan.blocks, memory),
+            plan.queue,
+            host.map_shared(queue, plan.queue.nbytes),
+            learner_bell,
+        )
+        subscriber = Subscriber(host.map_shared(buffers, weights.nbytes), weights)
         max_lag = plan.max_lag
         admission = None if max_lag is None else (max_lag, config.learner.batch_size)
         sizes["replay"] = plan.blocks.bytes_by_leaf()
@@ -391,7 +409,11 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     engine = Engine(slab, bell, doors, board, step, rule, writer, subscriber, admission)
     if not start["learner"]:
         engine.version = checkpoint.updates
-    return engine, shared, sizes
+    return (
+        engine,
+        shared,
+        {"sizes": sizes, "replay_handle": handle, "replay_device": str(store_device)},
+    )
 
 
 def main() -> int:
@@ -406,8 +428,8 @@ def main() -> int:
         received = channel.receive()
         if received is None:
             return 1
-        engine, shared, sizes = build(*received)
-        channel.send({"type": "ready", "sizes": sizes, "threads": config_threads()}, shared)
+        engine, shared, about = build(*received)
+        channel.send({"type": "ready", **about, "threads": config_threads()}, shared)
         while engine.step():
             pass
         return 0

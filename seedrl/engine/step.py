@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seedrl.store.blocks import torch_dtype
+from seedrl.store.blocks import Columns, torch_dtype
 from seedrl.store.state import State, StateStore, leaves
 from seedrl.transport.slab import Slab
 
@@ -16,44 +16,73 @@ if TYPE_CHECKING:
     from seedrl.policy.base import Heads, Policy
 
 _FIRST = 2  # column of `flags`
+_CPU = torch.device("cpu")
 
 
 class PolicyStep:
     """Gathers ready rows, runs the policy once, samples; the same step for acting, evaluation and `seedrl eval`.
 
-    Everything is allocated here, for `max_rows`; after that a step makes only the policy's own tensors.
+    Everything is allocated here, for `max_rows`; after that a step makes only the policy's own tensors. On the CPU the rows that are
+    gathered from the slab are what the policy reads; elsewhere they are pinned, and copied to the device once a leaf.
+
+    Args:
+        policy: on the device. store_device: where `columns` go, the policy's device or the cpu.
+        apart: whether the device has memory of its own; None: unless it is the cpu.
     """
 
     def __init__(
-        self, policy: Policy, heads: Heads, slab: Slab, max_rows: int, seed: int, greedy: bool
-    ) -> None:
+        self, policy: Policy, heads: Heads, slab: Slab, max_rows: int, seed: int, greedy: bool,
+        device: torch.device = _CPU, store_device: torch.device = _CPU, apart: bool | None = None,
+    ) -> None:  # fmt: skip
         self.policy, self.heads, self._slab, self._greedy = policy, heads, slab, greedy
-        self.states = StateStore(
-            policy.initial_state(1), slab.layout.num_slots, torch.device("cpu")
-        )
-        self._generator = torch.Generator().manual_seed(seed)
+        self._device = device
+        self._apart = device.type != "cpu" if apart is None else apart
+        self._store_apart = self._apart and store_device == device
+        self.states = StateStore(policy.initial_state(1), slab.layout.num_slots, device)
+        self._generator = torch.Generator(device).manual_seed(seed)
         self._stage: dict[str, np.ndarray] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []  # device, host: what the device needs
         self._obs: dict[str, Tensor] = {}  # [1, max_rows, ...] of the same memory: time first
         for name, source in slab.obs.items():
             self._obs[name] = self._staged(f"obs/{name}", source, max_rows).unsqueeze(0)
-        self._staged("reward", slab.reward, max_rows)
-        self._staged("flags", slab.flags, max_rows)
+        reward = self._staged("reward", slab.reward, max_rows, self._store_apart)
+        flags = self._staged("flags", slab.flags, max_rows, self._store_apart)
         self._mask = self._staged("mask", slab.mask, max_rows) if slab.mask.shape[1] else None
         self._sources = {name: self._source(name) for name in self._stage}
         # what the store gets is the stage under the dtype that it stores (uint16 as int16, say)
-        self._columns = {
-            name: torch.from_numpy(stage).view(torch_dtype(stage.dtype.name)).numpy()
-            for name, stage in self._stage.items()
-        }
-        self._columns["version"] = np.zeros(max_rows, np.int64)
-        self._first_host = np.zeros(max_rows, bool)
-        self._first = torch.from_numpy(self._first_host).unsqueeze(0)
+        self._columns: Columns = {"version": torch.zeros(max_rows, dtype=torch.int64)}
+        if self._store_apart:
+            staged = {f"obs/{name}": leaf.squeeze(0) for name, leaf in self._obs.items()}
+            staged |= {"reward": reward, "flags": flags}
+            staged |= {} if self._mask is None else {"mask": self._mask}
+            self._columns = {name: leaf.to(device) for name, leaf in self._columns.items()}
+        else:
+            staged = {name: torch.from_numpy(stage) for name, stage in self._stage.items()}
+        for name, leaf in staged.items():
+            self._columns[name] = leaf.view(torch_dtype(_name_of(leaf.dtype)))
+        if not self._store_apart:
+            self._columns = {name: leaf.numpy() for name, leaf in self._columns.items()}
+        begins = self._on_device(torch.zeros(max_rows, dtype=torch.bool))
+        self._first_host, self._first = begins[0], begins[1].unsqueeze(0)
         self.flags = self._stage["flags"]
 
-    def _staged(self, name: str, source: np.ndarray, max_rows: int) -> Tensor:
-        """A buffer of `max_rows` rows that `ingest` fills; the same memory as a tensor."""
-        self._stage[name] = np.zeros((max_rows, *source.shape[1:]), source.dtype)
-        return torch.from_numpy(self._stage[name])
+    def _staged(self, name: str, source: np.ndarray, max_rows: int, needed: bool = True) -> Tensor:
+        """A buffer of `max_rows` rows that `ingest` fills, as the tensor that the device has of it when it is `needed` there."""
+        empty = torch.from_numpy(np.zeros((max_rows, *source.shape[1:]), source.dtype))
+        if not needed:
+            self._stage[name] = empty.numpy()
+            return empty
+        self._stage[name], on_device = self._on_device(empty)
+        return on_device
+
+    def _on_device(self, empty: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Memory of the host, and the tensor that the device has of it after each `ingest`: the same where it is not apart."""
+        if not self._apart:
+            return empty.numpy(), empty
+        pinned = empty.pin_memory() if self._device.type == "cuda" else empty
+        on_device = torch.empty_like(empty, device=self._device)
+        self._copies.append((on_device, pinned))
+        return pinned.numpy(), on_device
 
     def _source(self, name: str) -> np.ndarray:
         if name.startswith("obs/"):
@@ -67,6 +96,8 @@ class PolicyStep:
         for name, source in self._sources.items():
             np.take(source, rows, axis=0, out=self._stage[name][:count], mode="clip")
         np.not_equal(self.flags[:count, _FIRST], 0, out=self._first_host[:count])
+        for on_device, host in self._copies:  # the answer, which is waited for, comes after them
+            on_device[:count].copy_(host[:count], non_blocking=True)
 
     @torch.inference_mode()
     def forward(self, rows: np.ndarray, evaluation: np.ndarray | None) -> None:
@@ -87,7 +118,7 @@ class PolicyStep:
         inputs = inputs[0]
         actions, log_prob = self.heads.sample(inputs, mask, self._generator)
         if evaluation is not None and self._greedy:
-            at = torch.from_numpy(evaluation)
+            at = torch.from_numpy(evaluation).to(self._device)
             best = self.heads.mode(
                 inputs.index_select(0, at), None if mask is None else mask.index_select(0, at)
             )
@@ -100,27 +131,38 @@ class PolicyStep:
     def answer(self, rows: np.ndarray) -> None:
         """Writes the actions, as the environments want them, into the slab."""
         for name, action in self.heads.to_env(self.actions).items():
-            self._slab.action[name][rows] = action.numpy()
+            self._slab.action[name][rows] = action.cpu().numpy()
 
     @torch.inference_mode()
     def columns(
         self, count: int, version: int, keep: np.ndarray | None
-    ) -> tuple[dict[str, np.ndarray], list[Tensor]]:
+    ) -> tuple[Columns, list[Tensor]]:
         """What the store appends: all row leaves [B, ...] and the leaves of the state entering the rows.
 
         Args: keep: positions of the batch to store (the others are evaluation rows), or None for all `count`.
         """
         columns = {name: column[:count] for name, column in self._columns.items()}
-        columns["version"].fill(version)
-        for name, action in self.actions.items():
-            columns[f"action/{name}"] = action.numpy()
-        columns["log_prob"], columns["value"] = self._log_prob.numpy(), self._value.numpy()
+        made = {f"action/{name}": action for name, action in self.actions.items()}
+        made["log_prob"], made["value"] = self._log_prob, self._value
+        if self._store_apart:
+            columns["version"].fill_(version)
+            columns |= made
+        else:
+            columns["version"].fill(version)
+            for name, leaf in made.items():
+                columns[name] = leaf.cpu().numpy()
         states = self._state_in
         if keep is not None:
-            at = torch.from_numpy(keep)
-            columns = {name: column[keep] for name, column in columns.items()}
+            at = torch.from_numpy(keep).to(self._device)
+            columns = {
+                name: column[at if self._store_apart else keep] for name, column in columns.items()
+            }
             states = [leaf.index_select(0, at) for leaf in states]
         return columns, states
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def state_leaves(policy: Policy) -> list[Tensor]:

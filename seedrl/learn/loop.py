@@ -31,6 +31,7 @@ from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board, EpisodeReader
 from seedrl.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from seedrl.store.memory import Shared, open_shared, require_device
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import Batch, ReplayReader
 from seedrl.store.state import leaves
@@ -66,6 +67,7 @@ class Learner:
         run_dir: Path, channel: Channel,
     ) -> None:  # fmt: skip
         self.config, self.spec, self.policy = config, spec, policy.train()
+        self.device = require_device(config.learner.device, "learner.device")
         self.heads = Heads(spec.action, config.policy.action_distribution)
         self.optimizer = make_optimizer(policy.parameters(), config.learner)
         self.reader, self.publisher, self.board = reader, publisher, board
@@ -99,6 +101,7 @@ class Learner:
         batch = self.reader.sample(self.config.learner.batch_size, timeout_s=1.0)
         if batch is None:
             return False
+        batch = batch.to(self.device)
         losses = self.loss(batch)
         rate = learning_rate(self.updates, self.config.learner, self.total_updates)
         self.optimizer.zero_grad(set_to_none=True)
@@ -126,7 +129,9 @@ class Learner:
         """The loss of a batch: burn-in rows warm the state without gradient, the others are learnt from."""
         burn_in, learner = self.config.learner.burn_in, self.config.learner
         state = batch.state
-        with torch.autocast("cpu", torch.bfloat16, enabled=learner.precision == "bfloat16"):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=learner.precision == "bfloat16"
+        ):
             if burn_in:
                 with torch.no_grad():
                     _, _, state = self.policy(
@@ -350,14 +355,17 @@ class Learner:
 def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
     """The learner of a start message."""
     config, spec = Config.model_validate(start["config"]), EnvSpec.from_dict(start["spec"])
-    replay_fd, queue_fd, weights_fd, board_fd, bell, engine_bell = fds
+    board_fd, bell, engine_bell, queue_fd, weights_fd, *replay_fd = fds
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    policy = make_policy(config.policy, spec)
+    device = require_device(config.learner.device, "learner.device")
+    policy = make_policy(config.policy, spec).to(device)
     heads = Heads(spec.action, config.policy.action_distribution)
     like = policy.initial_state(1)
     plan = StorePlan.of(config, spec, heads.stored_specs(), leaves(like), start["num_slots"])
-    storage = BlockStorage(plan.blocks, host.map_shared(replay_fd, plan.blocks.nbytes))
+    replay = Shared(replay_fd[0] if replay_fd else None, start["replay_handle"])
+    memory = open_shared(torch.device(start["replay_device"]), plan.blocks.nbytes, replay)
+    storage = BlockStorage(plan.blocks, memory)
     reader = ReplayReader(
         storage,
         plan.queue,

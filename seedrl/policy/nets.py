@@ -91,7 +91,8 @@ class Flat(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         if self.kind in ("discrete", "multi_discrete"):
             rows = obs.reshape(obs.shape[0], self.count).long() + self.begins
-            return torch.zeros(rows.shape[0], self.features).scatter_(1, rows, 1.0)
+            zeros = torch.zeros(rows.shape[0], self.features, device=rows.device)
+            return zeros.scatter_(1, rows, 1.0)
         flat = obs.reshape(obs.shape[0], self.count).float()
         if self.centre is None or self.spread is None:
             return flat
@@ -297,7 +298,8 @@ class Recurrent(nn.Module):
                 nn.init.zeros_(weight)
 
     def initial_state(self, batch: int) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(batch, self.size) for _ in range(self.parts))
+        device = self.cell.weight_hh.device
+        return tuple(torch.zeros(batch, self.size, device=device) for _ in range(self.parts))
 
     def forward(
         self, x: Tensor, state: tuple[Tensor, ...], first: Tensor

@@ -8,15 +8,17 @@ row. `BlockStorage` is the memory, which the learner maps too; `Appender` is the
 from __future__ import annotations
 
 import math
-import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seedrl.spec import EnvSpec
+from seedrl.store import memory as store_memory
 
+Columns = dict[str, Any]  # arrays where the store is on the host, tensors on its device elsewhere
 _ALIGN_BYTES = 128
 # torch indexes no unsigned integers but uint8: their bytes are kept under the signed type of the same width
 _STORED_AS = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
@@ -104,12 +106,14 @@ class BlockLayout:
 class BlockStorage:
     """The columns: `rows[name]` [K * L, ...] and `states[i]` [K, ...], as tensors over shared memory.
 
-    `arrays` are the same rows for NumPy, whose indexed assignment is what appends on the CPU (docs/design/0004).
+    `arrays` are the same rows for NumPy, whose indexed assignment is what appends on the CPU (docs/design/0004); None elsewhere.
+
+    Args: memory: uint8 [layout.nbytes] on the store's device.
     """
 
-    def __init__(self, layout: BlockLayout, memory: mmap.mmap) -> None:
-        self.layout = layout
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
+    def __init__(self, layout: BlockLayout, memory: Tensor) -> None:
+        self.layout, self.device = layout, memory.device
+        flat = memory
         offsets, _ = layout.offsets()
         tensors = []
         for (leaf, count), at in zip(layout._counted(), offsets, strict=True):
@@ -117,7 +121,31 @@ class BlockStorage:
             tensors.append(raw.view(leaf.dtype).view(count, *leaf.shape))
         self.rows = {leaf.name: tensor for leaf, tensor in zip(layout.rows, tensors, strict=False)}
         self.states = tensors[len(layout.rows) :]
-        self.arrays = {name: tensor.numpy() for name, tensor in self.rows.items()}
+        on_host = self.device.type == "cpu"
+        self.arrays = (
+            {name: tensor.numpy() for name, tensor in self.rows.items()} if on_host else None
+        )
+
+    def write(self, rows: np.ndarray, columns: Columns) -> None:
+        """Writes `columns` (each [B, ...]) to the rows `rows` int64 [B]."""
+        if self.arrays is not None:
+            for name, array in self.arrays.items():
+                array[rows] = columns[name]
+        else:
+            at = torch.from_numpy(rows).to(self.device)
+            for name, leaf in self.rows.items():
+                leaf.index_copy_(0, at, columns[name])
+
+    def write_states(self, blocks: np.ndarray, states: list[Tensor], opening: np.ndarray) -> None:
+        """Keeps the states of the batch's rows `opening` as those of the first rows of `blocks`: int64 [n] both."""
+        at, source = torch.from_numpy(blocks).to(self.device), torch.from_numpy(opening)
+        for store, state in zip(self.states, states, strict=True):
+            taken = state.index_select(0, source.to(state.device))
+            store.index_copy_(0, at, taken.to(self.device))
+
+    def finish(self) -> None:
+        """Returns once what was asked of the store's device is done: before the other process hears of it."""
+        store_memory.finish(self.device)
 
 
 @dataclass(frozen=True)
@@ -189,14 +217,12 @@ class Appender:
         """New blocks that appending one row to each of `slots` would take."""
         return int(np.count_nonzero(self._count[slots] % self.rule.block_length == 0))
 
-    def append(
-        self, slots: np.ndarray, columns: dict[str, np.ndarray], states: list[Tensor]
-    ) -> Unrolls | None:
+    def append(self, slots: np.ndarray, columns: Columns, states: list[Tensor]) -> Unrolls | None:
         """Appends one row to each slot.
 
         Args:
             slots: int64 [B], each at most once.
-            columns: an array [B, ...] for each row leaf of the layout.
+            columns: an array (on a device: a tensor) [B, ...] for each row leaf of the layout.
             states: leaves [B, ...] of the state entering the rows.
         Returns: the unrolls completed, or None. The caller has seen to it that blocks are free.
         """
@@ -208,13 +234,10 @@ class Appender:
             owners = slots[opening]
             self._chain[owners, (counts[opening] // length) % self._ring] = blocks
             if states:
-                at, source = torch.from_numpy(blocks), torch.from_numpy(opening)
-                for store, state in zip(self.storage.states, states, strict=True):
-                    store.index_copy_(0, at, state.index_select(0, source))
+                self.storage.write_states(blocks, states, opening)
         block = self._chain[slots, (counts // length) % self._ring]
         rows = block * length + offset
-        for name, array in self.storage.arrays.items():
-            array[rows] = columns[name]
+        self.storage.write(rows, columns)
         self._count[slots] = counts = counts + 1
         unroll = self.rule.unroll_length
         done = np.flatnonzero((counts % unroll == 1 % unroll) & (counts > unroll))

@@ -20,15 +20,15 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seedrl.errors import RunError
-from seedrl.store.blocks import Appender, BlockStorage, UnrollRule
-from seedrl.store.state import State, rebuild
+from seedrl.store.blocks import Appender, BlockStorage, Columns, UnrollRule
+from seedrl.store.state import State, leaves, rebuild
 from seedrl.transport import doorbell
 
 _LINE = 16
@@ -37,7 +37,8 @@ ITEMS_TAIL, LEARNED_ROWS, STALE_ROWS, WANTED, VERSION = range(5)
 
 
 class Batch(NamedTuple):
-    """`B` unrolls of `R = burn_in + T + 1` rows, time first. Row k's reward and flags are of the step that led to it.
+    """`B` unrolls of `R = burn_in + T + 1` rows, time first, on the store's device. Row k's reward and flags are of the step
+    that led to it.
 
     obs[leaf] [R, B, ...] in the environment's dtype; mask uint8 [R, B, M] or None; actions[leaf] [R, B, ...] as stored;
     reward, log_prob, value float32 [R, B]; terminated, truncated, first, interrupted bool [R, B]; version int64 [R, B];
@@ -57,6 +58,21 @@ class Batch(NamedTuple):
     version: Tensor
     state: State
     slots: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device; itself where it lies there already."""
+        if self.reward.device == device:
+            return self
+
+        def moved(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return part.to(device)
+            if isinstance(part, dict):
+                return {name: leaf.to(device) for name, leaf in part.items()}
+            return part
+
+        state = rebuild(self.state, [leaf.to(device) for leaf in leaves(self.state)])
+        return Batch(*map(moved, self))._replace(state=state)
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,7 @@ class ReplayWriter:
         self, storage: BlockStorage, layout: QueueLayout, memory: mmap.mmap, learner_bell: int
     ) -> None:
         self._control, self._layout, self._bell = _Control(layout, memory), layout, learner_bell
+        self._storage = storage
         self._appender = Appender(storage, layout.num_slots, layout.rule)
         self._unroll = layout.rule.unroll_length
         self.unrolls = 0
@@ -133,9 +150,7 @@ class ReplayWriter:
             self._appender.free += control.free[np.arange(tail, head) % size].tolist()
             control.free_tail[0] = head
 
-    def append(
-        self, slots: np.ndarray, columns: dict[str, np.ndarray], states: list[Tensor]
-    ) -> int:
+    def append(self, slots: np.ndarray, columns: Columns, states: list[Tensor]) -> int:
         """Appends one row to each slot; room was asked for. See `Appender.append`.
 
         Returns: rows that are stored for good now, those of the unrolls completed (a bootstrap row counts in the next one).
@@ -149,6 +164,7 @@ class ReplayWriter:
         control.slot[at], control.release[at] = done.slots, -1
         control.release[at, : self._layout.rule.blocks_per_unroll] = done.release
         self.unrolls += count
+        self._storage.finish()
         self._publish(count)
         return count * self._unroll
 
@@ -262,7 +278,7 @@ class ReplayReader:
                 continue
             index = control.index[at].copy()
             oldest = (
-                int(self._version[torch.from_numpy(index)].min())
+                int(self._version[torch.from_numpy(index).to(self._version.device)].min())
                 if self._max_lag is not None
                 else 0
             )
@@ -304,13 +320,14 @@ class ReplayReader:
     def _gather(self, entries: list[_Pending]) -> Batch:
         index = torch.from_numpy(np.stack([entry.index for entry in entries], axis=1))  # [R, B]
         rows, columns = index.shape
-        flat, stored = index.reshape(-1), self._storage.rows
+        device = self._storage.device
+        flat, stored = index.reshape(-1).to(device), self._storage.rows
 
         def take(name: str) -> Tensor:
             leaf = stored[name]
             return leaf.index_select(0, flat).view(rows, columns, *leaf.shape[1:])
 
-        blocks = torch.tensor([entry.state_block for entry in entries])
+        blocks = torch.tensor([entry.state_block for entry in entries], device=device)
         state = rebuild(self._like, [leaf.index_select(0, blocks) for leaf in self._storage.states])
         flags = take("flags").bool()
         batch = Batch(
@@ -320,8 +337,9 @@ class ReplayReader:
             reward=take("reward"),
             terminated=flags[..., 0], truncated=flags[..., 1], first=flags[..., 2], interrupted=flags[..., 3],
             log_prob=take("log_prob"), value=take("value"), version=take("version"),
-            state=state, slots=torch.tensor([entry.slot for entry in entries]),
+            state=state, slots=torch.tensor([entry.slot for entry in entries], device=device),
         )  # fmt: skip
+        self._storage.finish()
         self._give_back(np.concatenate([entry.release for entry in entries]))
         self._control.learner[LEARNED_ROWS] += columns * self._layout.rule.unroll_length
         return batch

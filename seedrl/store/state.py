@@ -47,7 +47,7 @@ class StateStore:
     """
 
     def __init__(self, initial: State, num_slots: int, device: torch.device) -> None:
-        self.like = initial
+        self.like, self._device = initial, device
         self._initial = [leaf.detach().to(device) for leaf in leaves(initial)]
         self._store = [
             leaf.repeat(num_slots, *(1 for _ in leaf.shape[1:])) for leaf in self._initial
@@ -64,8 +64,8 @@ class StateStore:
         if not self._store:
             return self.like, []
         count, taken = slots.size, []
-        index = torch.from_numpy(slots)
-        begins = torch.from_numpy(first) if first.any() else None
+        index = torch.from_numpy(slots).to(self._device)
+        begins = torch.from_numpy(first).to(self._device) if first.any() else None
         for store, batch, initial in zip(self._store, self._batch, self._initial, strict=True):
             into = batch[:count]
             torch.index_select(store, 0, index, out=into)
@@ -78,6 +78,6 @@ class StateStore:
         """Keeps the states that left the rows of `slots`: int64 [B], each leaf [B, ...]."""
         if not self._store:
             return
-        index = torch.from_numpy(slots)
+        index = torch.from_numpy(slots).to(self._device)
         for store, new in zip(self._store, leaves(state), strict=True):
             store.index_copy_(0, index, new)

@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from seedrl.config import Config
 from seedrl.errors import ConfigError
-from seedrl.policy.base import make_policy, zero_observation
+from seedrl.policy.base import Heads, make_policy, zero_observation
 from seedrl.policy.nets import Flat, Nested, Picture, Recurrent
 from seedrl.spec import EnvSpec, Leaf, spec_from_spaces
 
@@ -138,3 +138,28 @@ def test_nested_parts_stand_side_by_side_in_leaf_order() -> None:
     names = [leaf.name for leaf in spec.observation]
     begin = sum(part.features for part in list(nested.parts)[: names.index("observation.cards.1")])
     assert nested(obs)[0, begin : begin + 5].tolist() == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("core", ["none", "lstm", "gru"])
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_a_policy_and_its_heads_make_no_tensor_on_another_device(name: str, core: str) -> None:
+    """On the "meta" device torch refuses what would mix devices on a GPU."""
+    action = spaces.Dict({
+        "one": spaces.Discrete(3, start=2), "many": spaces.MultiDiscrete([2, 5]), "bits": spaces.MultiBinary(3),
+        "box": spaces.Box(np.array([-1, -np.inf], np.float32), np.array([2, np.inf], np.float32)),
+        "short": spaces.Box(0, 9, (2,), np.int16),
+    })  # fmt: skip
+    spec = spec_of(OBSERVATIONS[name], action)
+    meta = torch.device("meta")
+    policy = make_policy(config(core=core), spec).to(meta)
+    heads = Heads(spec.action, "squashed")
+    obs = zero_observation(spec, 3, 2)
+    obs = {leaf: x.to(meta) for leaf, x in obs.items()} if isinstance(obs, dict) else obs.to(meta)
+    first = torch.ones(3, 2, dtype=torch.bool, device=meta)
+    inputs, value, state = policy(obs, policy.initial_state(2), first)
+    mask = torch.ones(3, 2, heads.mask_size, dtype=torch.uint8, device=meta)
+    actions, log_prob = heads.sample(inputs, mask)
+    log_probs, entropy = heads.evaluate(inputs, actions, mask)
+    made = [value, log_prob, log_probs, entropy, *state, *actions.values()]
+    made += [*heads.to_env(actions).values(), *heads.mode(inputs, mask).values()]
+    assert all(tensor.device == meta for tensor in made)

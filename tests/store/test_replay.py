@@ -49,7 +49,9 @@ class Bench:
         bell, engine_bell = doorbell.make(), doorbell.make()
 
         def storage() -> BlockStorage:
-            return BlockStorage(layout, host.map_shared(memory, layout.nbytes))
+            return BlockStorage(
+                layout, torch.frombuffer(host.map_shared(memory, layout.nbytes), dtype=torch.uint8)
+            )
 
         self.writer = ReplayWriter(storage(), queue, host.map_shared(control, queue.nbytes), bell)
         self.reader = ReplayReader(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from seedrl import host
 from seedrl.config import Config
 from seedrl.policy.base import Heads, make_policy
 from seedrl.store.blocks import BlockStorage
+from seedrl.store.memory import Shared, open_shared
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import Batch, ReplayReader
 from seedrl.store.state import leaves
@@ -31,15 +35,18 @@ class Harness(Supervisor):
     def _start_learner(self) -> None:
         self._learner_ready = True
 
-    def _hand_store_to_learner(self, fds: list[int]) -> None:
+    def _hand_store_to_learner(self, ready: dict[str, Any], fds: list[int]) -> None:
+        queue_fd, weights_fd, *replay_fd = fds
         self.policy = make_policy(self.config.policy, self.spec)
         heads = Heads(self.spec.action, self.config.policy.action_distribution)
         like = self.policy.initial_state(1)
         plan = StorePlan.of(
             self.config, self.spec, heads.stored_specs(), leaves(like), self.layout.num_slots
         )
-        storage = BlockStorage(plan.blocks, host.map_shared(fds[0], plan.blocks.nbytes))
-        control = host.map_shared(fds[1], plan.queue.nbytes)
+        shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
+        memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
+        storage = BlockStorage(plan.blocks, memory)
+        control = host.map_shared(queue_fd, plan.queue.nbytes)
         self.reader = ReplayReader(
             storage,
             plan.queue,
@@ -50,7 +57,7 @@ class Harness(Supervisor):
             self.config.replay.max_lag,
         )
         weights = WeightsLayout.of(self.policy)
-        self.publisher = Publisher(host.map_shared(fds[2], weights.nbytes), weights)
+        self.publisher = Publisher(host.map_shared(weights_fd, weights.nbytes), weights)
         self.publish(0)
 
     def publish(self, version: int) -> None:

@@ -22,6 +22,7 @@ from seedrl.store.checkpoint import load_checkpoint
 
 SEEDRL = [sys.executable, "-m", "seedrl"]
 MARK = "SEEDRL_TEST_MARK"
+DEVICE = os.environ.get("SEEDRL_DEVICE", "cpu")  # `make gpu-check` sets it
 
 
 class Command:
@@ -136,6 +137,8 @@ def settings(
         "workers": {"num": 1, "envs_per_worker": 8, "groups": 2},
         "evaluation": {"episodes": 16, "envs_per_worker": 8},
         "run": {"max_seconds": 2.0, "log_every_s": 0.2},
+        "engine": {"device": DEVICE},
+        "learner": {"device": DEVICE},
     }
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
