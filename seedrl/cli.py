@@ -77,6 +77,9 @@ def serve(
     config: ConfigName,
     overrides: Overrides = None,
     bind: Annotated[str | None, typer.Option(help="unix://PATH where workers attach; default: a socket in the run directory")] = None,
+    listen: Annotated[str | None, typer.Option(help="tcp://HOST:PORT where workers of other hosts attach")] = None,
+    keys: Annotated[Path | None, typer.Option(help="folder made by `seedrl keys`: who may attach at --listen, encrypted")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this host without keys")] = False,
     run_dir: Annotated[Path | None, typer.Option(help="where the run is kept; default runs/NAME-TIME")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")] = False,
     max_steps: Annotated[int | None, typer.Option(help="stop after so many environment steps")] = None,
@@ -88,13 +91,26 @@ def serve(
     from seedrl.run import serve as run_serve
 
     flags = {"run.max_steps": max_steps, "run.max_seconds": max_seconds, "run.seed": seed}
-    _run(run_serve, config, _with_flags(overrides, flags), bind, run_dir, resume)
+    _run(
+        run_serve,
+        config,
+        _with_flags(overrides, flags),
+        bind,
+        run_dir,
+        resume,
+        listen,
+        keys,
+        insecure,
+    )
 
 
 @app.command()
 def attach(
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="unix://PATH of a running server")
+        str,
+        typer.Argument(
+            metavar="ADDRESS", help="unix://PATH or tcp://HOST:PORT of a running server"
+        ),
     ],
     env: Annotated[str, typer.Option(help="Gymnasium id, module:callable, or package:id")],
     env_kwargs: Annotated[
@@ -110,6 +126,9 @@ def attach(
     reconnect_s: Annotated[
         float, typer.Option(min=0, help="go on trying so long when the server is gone")
     ] = 60.0,
+    key: Annotated[
+        Path | None, typer.Option(help="this worker's key, where the server has keys")
+    ] = None,
 ) -> None:
     """Attach environment workers to a running server; Ctrl-C detaches them."""
     from seedrl.join import attach as join
@@ -120,7 +139,34 @@ def attach(
         raise ConfigError(what=f"not JSON: {error}", where="--env-kwargs", do="give an object, for instance '{\"size\": 3}'") from None  # fmt: skip
     if not isinstance(kwargs, dict):
         raise ConfigError(what="not a JSON object", where="--env-kwargs", do="give an object, for instance '{\"size\": 3}'")  # fmt: skip
-    _run(join, address, env, kwargs, workers, envs_per_worker, groups, check, on_nan, reconnect_s)
+    _run(
+        join,
+        address,
+        env,
+        kwargs,
+        workers,
+        envs_per_worker,
+        groups,
+        check,
+        on_nan,
+        reconnect_s,
+        key,
+    )
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the server's keys are kept")],
+    worker: Annotated[str, typer.Option(help="name of the worker that gets a key")] = "worker",
+) -> None:
+    """Make a server's key, and one for a worker that may attach to it."""
+    from seedrl.transport.wire import make_keys
+
+    for path in make_keys(folder, worker):
+        typer.echo(path)
+    typer.echo(
+        f"serve with --keys {folder}; copy {folder / worker}.key to the workers' host and attach with --key {worker}.key"
+    )
 
 
 @app.command("eval")

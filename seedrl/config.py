@@ -231,6 +231,15 @@ class EvaluationSection(Section):
         "Environments that play at the same time at the end. 16 share a forward pass.")
 
 
+class Gateway(Section):
+    """Workers of other hosts (`serve --listen`)."""
+
+    heartbeat_s: float = Field(1.0, ge=0.05, le=60, description=
+        "Seconds between a waiting worker's signs of life, with which lost messages are asked for again. 1 costs nothing.")
+    lease_s: float = Field(30.0, ge=1, le=86_400, description=
+        "Seconds of silence after which a worker's seats are given back; more than its slowest step. 30 outlasts most simulators.")
+
+
 class Run(Section):
     """The run's length, seed and records."""
 
@@ -267,6 +276,7 @@ class Config(Section):
     algorithm: Algorithm = Field(default_factory=Algorithm)
     learner: Learner = Field(default_factory=Learner)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    gateway: Gateway = Field(default_factory=Gateway)
     run: Run = Field(default_factory=Run)
 
     _places: dict[str, str] = PrivateAttr(default_factory=dict)

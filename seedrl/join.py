@@ -7,12 +7,13 @@ import os
 import selectors
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from seedrl.children import Child, Children
 from seedrl.errors import ConfigError
-from seedrl.transport.attach import parse_unix
+from seedrl.transport.wire import is_remote, load_key
 from seedrl.worker.envs import probe_spec
 
 _GRACE_S = 2.0
@@ -20,10 +21,14 @@ _GRACE_S = 2.0
 
 def attach(
     address: str, env: str, kwargs: dict[str, Any], workers: int, envs_per_worker: int, groups: int, check: str,
-    on_nan: str, reconnect_s: float,
+    on_nan: str, reconnect_s: float, key: Path | None = None,
 ) -> int:  # fmt: skip
     """Starts the workers and waits for them. Returns the exit code: 0, that of the first that failed, or 130."""
-    parse_unix(address)
+    remote = is_remote(address)
+    if key is not None and not remote:
+        raise ConfigError(what="a Unix socket needs no key", where="--key", do="leave it out")
+    if key is not None:
+        load_key(key)
     if envs_per_worker % groups:
         raise ConfigError(
             what=f"{envs_per_worker} environments do not divide into {groups} groups", where="--envs-per-worker, --groups",
@@ -50,14 +55,15 @@ def attach(
                 "--address", address, "--env", env, "--env-kwargs", json.dumps(kwargs), "--envs", str(envs_per_worker),
                 "--groups", str(groups), "--check", check, "--on-nan", on_nan, "--reconnect-s", str(reconnect_s),
                 "--supervised", "--parent", str(os.getpid()), *(["--action-mask", mask] if mask else []),
+                *(["--key", str(key)] if key else []),
             ])  # fmt: skip
             selector.register(child.pidfd, selectors.EVENT_READ, child)
         while children.living() and not interrupted:
-            for key, _ in selector.select():
-                if isinstance(key.data, Child):
-                    selector.unregister(key.fd)
-                    code = code or abs(key.data.process.wait())
-                    children.bury(key.data)
+            for ready, _ in selector.select():
+                if isinstance(ready.data, Child):
+                    selector.unregister(ready.fd)
+                    code = code or abs(ready.data.process.wait())
+                    children.bury(ready.data)
     finally:
         signal.set_wakeup_fd(-1)
         children.close(_GRACE_S)

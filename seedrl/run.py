@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from seedrl.config import Config, dump_yaml, load_config
 from seedrl.errors import CheckpointError, ConfigError, RunError, SeedrlError
 from seedrl.evaluation import Evaluation
+from seedrl.listen import Listen
 from seedrl.spec import EnvSpec
 from seedrl.supervise import Ended, Supervisor, balance
 from seedrl.transport.attach import parse_unix
@@ -48,13 +49,13 @@ class Result:
 
 def fit(
     config: Config, *, run_dir: Path | None = None, resume: bool = False, name: str = "run", workers: bool = True,
-    address: Path | None = None, panel: Panel | None = None,
+    address: Path | None = None, listen: Listen | None = None, panel: Panel | None = None,
 ) -> Result:  # fmt: skip
     """Trains to the run's end (`run.max_seconds`, `run.max_steps`, `run.stop_at_return`, or Ctrl-C).
 
     Args:
         run_dir: where everything is kept; None makes runs/NAME-TIME. resume: continue the newest checkpoint there.
-        workers: start `workers.num` of them; False waits for others to attach at `address`.
+        workers: start `workers.num` of them; False waits for others to attach at `address`, or at `listen` over the network.
         panel: where progress is shown; None makes no output.
     Raises: SeedrlError as the command would report it; nothing is left running.
     """
@@ -72,6 +73,7 @@ def fit(
             resume=resume,
             workers=workers,
             address=address,
+            listen=listen,
             panel=panel,
         )
     except Exception as error:
@@ -93,6 +95,7 @@ def _fit(
     resume: bool,
     workers: bool,
     address: Path | None,
+    listen: Listen | None,
     panel: Panel | None,
 ) -> Result:
     say = _Teller(folder, panel)
@@ -107,6 +110,7 @@ def _fit(
                 address=address,
                 resume=checkpoint,
                 greedy=config.evaluation.greedy,
+                listen=listen,
                 on_metrics=lambda record: _show(metrics.write(record), panel),
                 on_message=say,
             )  # fmt: skip
@@ -116,9 +120,14 @@ def _fit(
             metrics = stack.enter_context(MetricsWriter(folder))
             say(_resolved(config, spec, supervisor, num_slots, workers))
             if not workers:
-                say(
-                    f"workers may attach: seedrl attach unix://{supervisor.address} --env {config.env.id}"
-                )
+                where = [f"unix://{supervisor.address}"]
+                where += [supervisor.listener.address] if supervisor.listener is not None else []
+                for place in where:
+                    say(f"workers may attach: seedrl attach {place} --env {config.env.id}")
+                if listen is not None and listen.insecure and listen.keys is None:
+                    say(
+                        f"INSECURE: whoever reaches {where[-1]} may attach, and nothing is encrypted"
+                    )
             if panel is not None:
                 panel.begin()
             ended = supervisor.train()
@@ -318,15 +327,25 @@ def _resolved(
 
 def train(config_name: str, overrides: list[str], run_dir: Path | None, resume: bool) -> int:
     """The `train` command; returns its exit code."""
-    return _fit_and_tell(config_name, overrides, run_dir, resume, workers=True, address=None)
+    return _fit_and_tell(config_name, overrides, run_dir, resume, workers=True)
 
 
 def serve(
-    config_name: str, overrides: list[str], bind: str | None, run_dir: Path | None, resume: bool
-) -> int:
+    config_name: str, overrides: list[str], bind: str | None, run_dir: Path | None, resume: bool, listen: str | None,
+    keys: Path | None, insecure: bool,
+) -> int:  # fmt: skip
     """The `serve` command; returns its exit code."""
     address = parse_unix(bind) if bind else None
-    return _fit_and_tell(config_name, overrides, run_dir, resume, workers=False, address=address)
+    if listen is None and (keys is not None or insecure):
+        raise ConfigError(
+            what="--keys and --insecure are of --listen, which is not given",
+            where="--listen",
+            do="give --listen tcp://HOST:PORT, or leave them out",
+        )
+    place = Listen(listen, keys, insecure) if listen else None
+    return _fit_and_tell(
+        config_name, overrides, run_dir, resume, workers=False, address=address, listen=place
+    )
 
 
 def _fit_and_tell(
@@ -336,7 +355,8 @@ def _fit_and_tell(
     resume: bool,
     *,
     workers: bool,
-    address: Path | None,
+    address: Path | None = None,
+    listen: Listen | None = None,
 ) -> int:
     if resume and run_dir is None:
         raise ConfigError(
@@ -354,6 +374,7 @@ def _fit_and_tell(
             name=Path(config_name).stem,
             workers=workers,
             address=address,
+            listen=listen,
             panel=panel,
         )
         seconds = time.monotonic() - begin

@@ -21,6 +21,7 @@ from seedrl.children import Child, Children
 from seedrl.config import Config
 from seedrl.errors import RunError, SeedrlError, from_wire
 from seedrl.evaluation import Evaluation, Round
+from seedrl.listen import Listen, Listener
 from seedrl.spec import EnvSpec
 from seedrl.store.board import Board, EpisodeReader
 from seedrl.transport import doorbell
@@ -58,14 +59,14 @@ class Supervisor:
 
     Args:
         config: complete. spec: of the environment. run_dir: for logs, checkpoints and the door's address.
-        address: where workers attach; None is a socket in the run directory.
+        address: where workers attach; None is a socket in the run directory. listen: where those of other hosts do, if they may.
         checkpoint: weights to act with when there is no learner. resume: checkpoint (or folder) that the learner continues.
         on_metrics, on_message: called with each record of figures, and with each line for the user.
     """
 
     def __init__(
         self, config: Config, spec: EnvSpec, run_dir: Path, *, num_slots: int, address: Path | None = None,
-        checkpoint: Path | None = None, resume: Path | None = None, greedy: bool = True,
+        checkpoint: Path | None = None, resume: Path | None = None, greedy: bool = True, listen: Listen | None = None,
         on_metrics: Callable[[dict[str, Any]], None] = lambda record: None,
         on_message: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
@@ -73,6 +74,8 @@ class Supervisor:
         self.config, self.spec, self.run_dir = config, spec, run_dir
         self.learning = checkpoint is None
         self._checkpoint, self._resume, self._greedy = checkpoint, resume, greedy
+        self._listen = listen
+        self.listener: Listener | None = None
         self._on_metrics, self._on_message = on_metrics, on_message
         self.layout = SlabLayout.of(spec, num_slots, min(num_slots, MAX_GROUPS))
         self.address = address or run_dir / "door.sock"
@@ -137,8 +140,10 @@ class Supervisor:
             message, [self._slab_fd, self._bell, self._learner_bell, self._board_fd, *self._doors]
         )
         self._selector.register(self._engine_channel, selectors.EVENT_READ, self._heard_engine)
+        if self._listen is not None:
+            self._start_listening(self._listen)
         deadline = time.monotonic() + _START_S
-        while not (self._engine_ready and (self._learner_ready or not self.learning)):
+        while not self._all_ready():
             self.pump()
             if time.monotonic() > deadline:
                 raise RunError(
@@ -147,6 +152,26 @@ class Supervisor:
                 )
             if self._interrupts:
                 raise KeyboardInterrupt
+
+    def _all_ready(self) -> bool:
+        listening = self.listener is None or bool(self.listener.address)
+        return self._engine_ready and (self._learner_ready or not self.learning) and listening
+
+    def _start_listening(self, listen: Listen) -> None:
+        gateway = self.config.gateway
+        message = {
+            "spec": self.spec.to_dict(), "num_slots": self.layout.num_slots, "num_groups": self.layout.num_groups,
+            "door": f"unix://{self.address.absolute()}", "heartbeat_s": gateway.heartbeat_s, "lease_s": gateway.lease_s,
+        }  # fmt: skip
+
+        def fail(error: SeedrlError) -> None:
+            if not self._stopping:
+                self.failure = self.failure or error
+
+        self.listener = Listener(
+            listen, self.children, self._selector, message, [self._slab_fd, self._bell], self._logs / "gateway.txt",
+            self._say, fail,
+        )  # fmt: skip
 
     def _start_learner(self) -> None:
         self._learner_channel, end = Channel.pair()

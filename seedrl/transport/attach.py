@@ -7,7 +7,7 @@ A Unix socket of type SEQPACKET carries one msgpack map a message, at most `MAX_
                       [{"group", "start", "size", "base"}]}   with the slab's, the engine's bell's and each group's bell's descriptors
                      {"type": "refused", "error": {...}, "retry": bool}
     worker -> door   {"type": "fault" | "failed" | "warning" | "bye", ...}       at any time after the welcome
-    door -> worker   {"type": "stop"}; or the socket closes: the lease is over either way
+    door -> worker   {"type": "cut", "error": {...}}: do not come back; or the socket closes: the lease is over either way
 
 The socket's life is the lease: when a worker dies, however it dies, the kernel closes its end and the door revokes its seats.
 The peer must run as the same user (SO_PEERCRED). Nothing is ever unpickled.
@@ -213,6 +213,26 @@ def report_failure(address: str, error: SeedrlError) -> None:
     with connection, suppress(OSError, AddressError), _short(parse_unix(address)) as name:
         connection.connect(name)
         connection.send(msgpack.packb({"type": "failed", **error.to_wire()}))
+
+
+def knock(address: str, hello: dict[str, Any]) -> socket.socket:
+    """Says hello at the door and does not wait: the answer comes on the socket returned, which does not block.
+
+    Raises: AddressError when nobody listens.
+    """
+    connection = socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    )
+    try:
+        with _short(parse_unix(address)) as name:
+            connection.connect(name)
+        connection.send(msgpack.packb({"type": "hello", "protocol": PROTOCOL, **hello}))
+    except OSError as error:
+        connection.close()
+        raise AddressError(
+            what=f"nobody answers at {address} ({error.strerror or error})"
+        ) from None
+    return connection
 
 
 def connect(address: str, hello: dict[str, Any], *, timeout_s: float = 10.0) -> Link:

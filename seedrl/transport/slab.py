@@ -88,7 +88,7 @@ class SlabLayout:
 class Slab:
     """Views of the slab's arrays, all of them of the whole: `obs[leaf]` [N, ...], `reward` [N], `flags` [N, 4], ..."""
 
-    def __init__(self, memory: mmap.mmap, layout: SlabLayout) -> None:
+    def __init__(self, memory: mmap.mmap | np.ndarray, layout: SlabLayout) -> None:
         self.layout = layout
         self.obs: dict[str, np.ndarray] = {}
         self.action: dict[str, np.ndarray] = {}

@@ -19,8 +19,9 @@ import numpy as np
 
 from seedrl.errors import EnvError
 from seedrl.spec import EnvSpec, unflatten, unflatten_actions
+from seedrl.transport.rows import FLOAT32_MAX
 from seedrl.worker.envs import class_name, close_all, one_line, single_spaces, traceback_of
-from seedrl.worker.seam import FLOAT32_MAX, PLAIN, Seam, as_reward, stat_of, vector_stat_of
+from seedrl.worker.seam import PLAIN, Seam, as_reward, stat_of, vector_stat_of
 
 MAX_RESETS = 3  # in a row, of an environment whose very first observation is not finite
 TRIAL, FIRST_REBUILD, PROBE = 0, 1, 2  # which seed of a seat, besides its first

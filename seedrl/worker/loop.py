@@ -15,16 +15,16 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from seedrl import host
 from seedrl.errors import AddressError, ConfigError, EnvError, SeedrlError
 from seedrl.spec import EnvSpec
 from seedrl.transport import attach
-from seedrl.transport.attach import Link
 from seedrl.worker.check import check_env, require_same_spec
 from seedrl.worker.envs import close_all, is_vector, make_env, spec_of
 from seedrl.worker.group import TRIAL, Group, RebuildBudget, Rules, VectorGroup, seat_seed
@@ -33,6 +33,21 @@ from seedrl.worker.process import kill_descendants
 _TRIAL_BUDGET_S = 10.0
 _CLOSE_S = 1.0  # for all environments, when the worker ends
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
+
+
+class Lease(Protocol):
+    """What a worker needs of a lease: `attach.Link` over shared memory, `remote.RemoteLink` over the network."""
+
+    spec: EnvSpec
+    seed: int
+    worker: int
+
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def groups(self) -> Sequence[Any]: ...
+    def send(self, report: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class _Told(BaseException):
@@ -56,7 +71,7 @@ class Worker:
         self.envs: list[Any] = []  # single ones seat by seat, or one vector environment a group
         self.warnings: list[str] = []
         self.groups: list[Group | VectorGroup] = []
-        self.link: Link | None = None
+        self.link: Lease | None = None
         self.rules = Rules(
             arguments.on_nan, RebuildBudget(arguments.max_rebuilds, arguments.rebuild_window_s), self.where
         )  # fmt: skip
@@ -160,12 +175,20 @@ class Worker:
         run_seed, evaluation, worker = self.seed_parts
         return seat_seed(run_seed, evaluation, worker, begin + seat, *extra)
 
-    def _connect(self, hello: dict[str, Any]) -> Link:
+    def _knock(self, hello: dict[str, Any]) -> Lease:
+        arguments = self.arguments
+        if arguments.address.startswith("unix://"):
+            return attach.connect(arguments.address, hello)
+        from seedrl.transport import remote  # ZeroMQ only where it is used
+
+        return remote.connect(arguments.address, hello, key=arguments.key)
+
+    def _connect(self, hello: dict[str, Any]) -> Lease:
         """Knocks until somebody opens, for `--reconnect-s`; says once that nobody does."""
         deadline, pause, said = time.monotonic() + self.arguments.reconnect_s, _BACKOFF_S, False
         while True:
             try:
-                return attach.connect(self.arguments.address, hello)
+                return self._knock(hello)
             except AddressError as error:
                 if time.monotonic() >= deadline:
                     raise
@@ -224,7 +247,8 @@ class Worker:
     def fail(self, error: SeedrlError) -> None:
         """Tells the server why this worker ends."""
         if self.link is None:
-            attach.report_failure(self.arguments.address, error)
+            if self.arguments.address.startswith("unix://"):
+                attach.report_failure(self.arguments.address, error)
             return
         for group in self.groups:
             self._report(group)
@@ -258,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--trial-seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parse.add_argument("--index", type=int, default=None)
     parse.add_argument("--attempt", type=int, default=0)
+    parse.add_argument("--key", type=Path, default=None)
     parse.add_argument("--reconnect-s", type=float, default=0.0)
     parse.add_argument("--video", default=None)
     parse.add_argument("--video-episodes", type=int, default=1)

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from seedrl.errors import EnvError
-from seedrl.spec import INFO_MASK, EnvSpec, Leaf, flatteners
+from seedrl.spec import EnvSpec, Leaf, flatteners
+from seedrl.transport.rows import RowChecks
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 ARRAYS = (np.ndarray, np.generic)
 PLAIN = frozenset(
     [float, int, bool, np.bool_, np.float64, np.float32]
 )  # rewards that need no second look
 
 
-class Seam:
+class Seam(RowChecks):
     """The columns of one group and the checks at their door.
 
     Args:
@@ -33,10 +33,8 @@ class Seam:
     """
 
     def __init__(self, spec: EnvSpec, observation_space: Any, view: Any, where: str) -> None:
-        self.spec, self.where, self.view = spec, where, view
-        self.size = len(view.reward)
+        super().__init__(spec, view, where)
         self._getters = flatteners(observation_space)
-        self._columns = [view.obs[leaf.name] for leaf in spec.observation]
         self._leaves = [
             (
                 get,
@@ -50,29 +48,12 @@ class Seam:
                 self._getters, self._columns, spec.observation, strict=True
             )
         ]
-        self._floats = [
-            (column, np.empty(column.shape, bool), leaf)
-            for column, leaf in zip(self._columns, spec.observation, strict=True)
-            if column.dtype.kind == "f"
-        ]
-        self._ranges = [
-            (column, *_range_buffers(column, leaf), leaf)
-            for column, leaf in zip(self._columns, spec.observation, strict=True)
-            if leaf.kind != "box"
-        ]
         # A plain array observation, the common case: the group's loop compares these itself.
         first = spec.observation[0]
         single = len(spec.observation) == 1 and first.name == "observation" and first.kind == "box"
         self.single_column = self._columns[0] if single else None
         self.single_dtype = np.dtype(first.dtype) if single else None
         self.single_shape = first.shape if single else None
-        self._mask = view.mask if spec.mask_size else None
-        self.mask_in_info = self._mask is not None and spec.action_mask == INFO_MASK
-        self._mask_column = (
-            view.obs[spec.action_mask].reshape(self.size, -1)
-            if self._mask is not None and not self.mask_in_info
-            else None
-        )
 
     # ------------------------------------------------------------------------------------------------ one row
 
@@ -173,79 +154,6 @@ class Seam:
         found = infos.get("action_mask") if isinstance(infos, dict) else None
         for seat in range(self.size):
             self._mask[seat] = self._flat_mask(seat, None if found is None else found[seat])  # type: ignore[index]
-
-    # -------------------------------------------------------------------------------------------- the whole group
-
-    def finite(self) -> bool:
-        """Whether every float leaf of every row is finite."""
-        for column, buffer, _ in self._floats:
-            np.isfinite(column, out=buffer)
-            if np.count_nonzero(buffer) != buffer.size:  # half the time of all()
-                return False
-        return True
-
-    def not_finite(self) -> list[tuple[int, str]]:
-        """(seat, leaf) of each row that holds a number that is not finite: its first such leaf."""
-        found: dict[int, str] = {}
-        for column, _, leaf in self._floats:
-            rows = np.isfinite(column).reshape(self.size, -1).all(1)
-            for seat in np.flatnonzero(~rows).tolist():
-                found.setdefault(seat, leaf.name)
-        return sorted(found.items())
-
-    def check_ranges(self) -> None:
-        """EnvError when a discrete entry is outside its space: it would index past a table in the policy."""
-        for column, shifted, unsigned, n, start, buffer, leaf in self._ranges:
-            np.subtract(
-                column, start, out=shifted
-            )  # below the start wraps to a large unsigned number
-            np.greater_equal(unsigned, n, out=buffer)
-            if np.count_nonzero(buffer):
-                seat = int(np.flatnonzero(buffer.reshape(self.size, -1).any(1))[0])
-                raise EnvError(
-                    what=f"leaf '{leaf.name}' is {np.asarray(column[seat]).tolist()}, outside {leaf.text_in_full()}",
-                    where=f"{self.where}, seat {seat}",
-                    do="return values inside the observation space",
-                )
-
-    def finish_masks(self, over: list[bool]) -> None:
-        """Completes the masks of all rows: from their leaf, if they are one, and all ones on final rows without a legal action.
-
-        Raises: EnvError naming a seat whose mask leaves no legal action on a row that will be answered.
-        """
-        mask = self._mask
-        if mask is None:
-            return
-        if self._mask_column is not None:
-            np.not_equal(self._mask_column, 0, out=mask.view(bool))
-        for start, stop in self.spec.mask_segments:
-            legal = mask[:, start:stop].any(1)
-            if not legal.all():
-                for seat in np.flatnonzero(~legal).tolist():
-                    if not over[seat]:
-                        raise EnvError(
-                            what=f"the action mask of choices {start} to {stop - 1} leaves no legal action",
-                            where=f"{self.where}, seat {seat}",
-                            do="leave at least one action legal, or end the episode",
-                        )
-                    mask[seat, start:stop] = 1
-
-
-def _range_buffers(
-    column: np.ndarray, leaf: Leaf
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(shifted column, the same as unsigned, numbers of values, starts, out of range) for `check_ranges`."""
-    unsigned = np.dtype(f"u{column.dtype.itemsize}")
-    shifted, shape = np.empty(column.shape, column.dtype), leaf.shape
-    n = [2] * leaf.size if leaf.kind == "multi_binary" else leaf.n
-    start = leaf.start or (0,) * leaf.size
-    return (
-        shifted,
-        shifted.view(unsigned),
-        np.array(n, unsigned).reshape(shape),
-        np.array(start, column.dtype).reshape(shape),
-        np.empty(column.shape, bool),
-    )
 
 
 def as_reward(reward: Any, where: Callable[[], str]) -> float:

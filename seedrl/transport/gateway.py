@@ -1,0 +1,607 @@
+"""The gateway process: workers of other hosts, over ZeroMQ, in ordinary slots. The engine sees no difference.
+
+`python -m seedrl.transport.gateway --channel FD`: everything it needs comes as one message of the supervisor. To the door it is a
+local worker, one lease a session; to a remote worker it is the server (`wire.py`). What a peer sends is checked against the spec
+before a byte reaches a slot, so the worst that it can do is lose its own seats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import uvloop
+import zmq
+import zmq.auth.thread
+from zmq.utils.monitor import parse_monitor_message
+
+from seedrl import host
+from seedrl.errors import AddressError, EnvError, ProtocolError, SeedrlError
+from seedrl.spec import EnvSpec
+from seedrl.transport import attach, doorbell, wire
+from seedrl.transport.channel import Channel
+from seedrl.transport.rows import FLOAT32_MAX, RowChecks
+from seedrl.transport.slab import (
+    PUBLISHED_NS,
+    RTT_NS,
+    SEQUENCE,
+    STEP_NS,
+    STOP,
+    SUPERVISOR_LINE,
+    Slab,
+    SlabLayout,
+)
+
+_TICK_S = 0.25
+_DRAIN_MESSAGES = 256  # in a row, before doorbells and the clock have their turn
+_BIG_GROUP_BYTES = (
+    1 << 16
+)  # from here on a received frame is copied once, out of ZeroMQ's own memory
+_QUEUE_MESSAGES = 64  # to and from a peer: it has one step a group under way
+_MAX_CUT = 4096  # connections that are remembered as cut off
+_MAX_PINGS = 64  # a second and peer
+_LOG_BURST, _LOG_PER_S = 20.0, 1.0
+_HANDSHAKE_MS = 5000
+_DOOR_RETRY_S = 0.05
+_LONGEST_NS = 10**15
+
+
+class Seats:
+    """One group of a session: its rows in the slab, and where its steps stand."""
+
+    def __init__(
+        self, slab: Slab, spec: EnvSpec, fields: dict[str, int], door: int, where: str
+    ) -> None:
+        group = fields["group"]
+        view = slab.group_view(fields["start"], fields["size"])
+        self.frames, self.checks = wire.Frames(spec, view), RowChecks(spec, view, where)
+        self.view, self.door, self.where = view, door, where
+        self._asked, self._answered, self._base = (
+            slab.asked[group],
+            slab.answered[group],
+            fields["base"],
+        )
+        self._asked[SEQUENCE] = self._base
+        self._asked[RTT_NS] = self._asked[STEP_NS] = 0
+        self.taken = 0  # newest step that went into the slab
+        self._over = np.ones(fields["size"], bool)  # the next row must be a first one
+
+    @property
+    def answered(self) -> bool:
+        return bool(self.taken and self._answered[SEQUENCE] == self._base + self.taken)
+
+    def take(self, frames: list[Any], ended: bool) -> None:
+        """Puts a step's rows into the slab. Raises: SeedrlError naming what is wrong with them; the engine never sees those."""
+        view = self.view
+        self.frames.take_step(frames, ended)
+        if not np.abs(view.reward).max() <= FLOAT32_MAX:
+            raise EnvError(
+                what="a reward is not finite", where=self.where, do="mend the environment"
+            )
+        if not self.checks.finite():
+            seat, leaf = self.checks.not_finite()[0]
+            raise EnvError(what=f"leaf '{leaf}' holds a number that is not finite", where=f"{self.where}, seat {seat}", do="mend the environment")  # fmt: skip
+        self.checks.check_ranges()
+        final = (view.terminated | view.truncated) != 0
+        first = view.first != 0
+        if (self._over & ~first).any() or (final & first).any():
+            raise ProtocolError(
+                what="the row after an episode's last one (and the very first) has `first` set, and no last row has", where=self.where,
+                do="follow Gymnasium's next-step autoreset order",
+            )  # fmt: skip
+        if final.any() and not ended:
+            raise ProtocolError(
+                what="an episode ends, and its return and length are missing", where=self.where
+            )
+        self.checks.finish_masks(final.tolist())
+        self._over = final
+
+    def publish(self, bell: int, rtt_ns: int, env_ns: int) -> None:
+        asked = self._asked
+        asked[RTT_NS], asked[STEP_NS] = rtt_ns, env_ns
+        asked[PUBLISHED_NS] = time.monotonic_ns()
+        self.taken += 1
+        asked[SEQUENCE] = self._base + self.taken
+        os.eventfd_write(bell, 1)
+
+
+class Session:
+    """One remote worker's lease; its connection may change."""
+
+    def __init__(self, token: bytes, identity: bytes, hello: dict[str, Any]) -> None:
+        self.token, self.identity, self.hello = token, identity, hello
+        self.heard_s = time.monotonic()
+        self.door: socket.socket | None = None  # the lease, to the supervisor's door
+        self.retry_s = 0.0  # when to knock again, while seats of others drain
+        self.knocking_since_s = self.heard_s
+        self.welcome: dict[str, Any] = {}
+        self.seats: list[Seats] = []
+        self.pings = 0
+
+    @property
+    def name(self) -> str:
+        who = f"{self.hello['host']} pid {self.hello['pid']}"
+        return f"worker {self.welcome['worker']} ({who})" if self.welcome else f"worker at {who}"
+
+
+class Gateway:
+    """All sessions. One thread, never blocks; `hear` takes a message, `_ring` an answer, `tick` the clock."""
+
+    def __init__(self, router: zmq.Socket[bytes], slab: Slab, bell: int, spec: EnvSpec, door: str, heartbeat_s: float, lease_s: float, log: Any) -> None:  # fmt: skip
+        self.router, self.slab, self.bell, self.spec, self.door = router, slab, bell, spec, door
+        self.heartbeat_s, self.lease_s, self._log = heartbeat_s, lease_s, log
+        self.by_token: dict[bytes, Session] = {}
+        self.by_identity: dict[bytes, Session] = {}
+        self._cut: OrderedDict[bytes, None] = OrderedDict()
+        self._stop = slab.control[SUPERVISOR_LINE]
+        self._draining = self.over = False
+        self._tokens, self._tokens_s, self._unsaid = _LOG_BURST, time.monotonic(), 0
+        row_bytes = sum(array[:1].nbytes for array in slab.obs.values())
+        self._copy = row_bytes * 32 < _BIG_GROUP_BYTES
+        self._loop = asyncio.get_running_loop()
+
+    # --------------------------------------------------------------------------------------------------- messages in
+
+    def drain(self) -> None:
+        """Takes what has come. ZeroMQ's descriptor only tells of changes: whoever has sent something looks here again."""
+        if self.over:
+            return
+        self._draining = False
+        for _ in range(_DRAIN_MESSAGES):
+            try:
+                parts: list[Any] = self.router.recv_multipart(zmq.NOBLOCK, copy=self._copy)
+            except zmq.Again:
+                return
+            identity, *rest = (
+                parts if self._copy else [bytes(parts[0]), *(part.buffer for part in parts[1:])]
+            )
+            self.hear(identity, rest)
+        self.drain_soon()
+
+    def drain_soon(self) -> None:
+        if not self._draining:
+            self._draining = True
+            self._loop.call_soon(self.drain)
+
+    def hear(self, identity: bytes, frames: list[Any]) -> None:
+        """One message of the connection `identity`. Whatever is in it, only its sender can come to harm."""
+        session = self.by_identity.get(identity)
+        try:
+            kind, header = wire.unpack(frames[0] if frames else b"")
+            if session is not None and kind == "step":
+                session.heard_s = time.monotonic()
+                self._step(session, header, frames[1:])
+            elif identity in self._cut:
+                return
+            elif kind == "hello":
+                self._hello(identity, header)
+            elif session is None:
+                self._send(identity, wire.pack("unknown"))
+            else:
+                session.heard_s = time.monotonic()
+                self._other(session, kind, header)
+        except SeedrlError as error:
+            self.cut(identity, error)
+        except (
+            Exception
+        ) as error:  # what a stranger may send is without end; a fault of ours shows in the log
+            self.cut(
+                identity, ProtocolError(what=f"not understood: {type(error).__name__}: {error}")
+            )
+
+    def _step(self, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
+        if not session.seats:
+            return  # its welcome is under way
+        seats = session.seats[wire.integer(header, "g", 0, len(session.seats) - 1)]
+        number = wire.integer(header, "n", 1, 2**31 - 1)
+        if number == seats.taken + 1 and (not seats.taken or seats.answered):
+            rtt_ns, env_ns = (
+                wire.integer(header, name, 0, _LONGEST_NS) for name in ("rtt_ns", "env_ns")
+            )
+            seats.take(frames, header.get("ended") is True)
+            seats.publish(self.bell, rtt_ns, env_ns)
+        elif number > seats.taken:
+            raise ProtocolError(
+                what=f"step {number} of a group whose step {seats.taken} is not answered yet"
+            )
+        # else it came twice
+
+    def _other(self, session: Session, kind: str, header: dict[str, Any]) -> None:
+        if kind == "ping":
+            session.pings += 1
+            if session.pings > _MAX_PINGS:
+                raise ProtocolError(what=f"more than {_MAX_PINGS} pings a second")
+            if not session.seats:
+                return
+            waits = header.get("waits")
+            if not isinstance(waits, list) or len(waits) != len(session.seats):
+                raise ProtocolError(what="a ping names no step for each group")
+            self._send(
+                session.identity, wire.pack("pong", taken=[seats.taken for seats in session.seats])
+            )
+            for number, (seats, wanted) in enumerate(zip(session.seats, waits, strict=True)):
+                if wanted == seats.taken and seats.answered:
+                    self._answer(session, number)
+        elif kind == "report":
+            report = header.get("report")
+            if isinstance(report, dict) and report.get("type") in ("fault", "warning", "failed"):
+                self._tell_door(session, report)
+        elif kind == "bye":
+            self._tell_door(session, {"type": "bye"})
+            self._end(session)
+        else:
+            raise ProtocolError(what=f"a message of type {kind!r:.40}")
+
+    def _tell_door(self, session: Session, report: dict[str, Any]) -> None:
+        if session.door is not None:
+            packed = msgpack.packb(report)
+            try:
+                if len(packed) <= attach.MAX_MESSAGE_BYTES:
+                    session.door.send(packed, socket.MSG_DONTWAIT)
+            except OSError:  # full or closed: a report is never worth a wait
+                pass
+
+    # ---------------------------------------------------------------------------------------------------- sessions
+
+    def _hello(self, identity: bytes, header: dict[str, Any]) -> None:
+        if header.get("v") != wire.VERSION:
+            self._refuse(identity, ProtocolError(
+                what=f"the worker speaks protocol {header.get('v')!r:.20}, this server {wire.VERSION}",
+                do="install the same version of seedrl on both sides",
+            ), False)  # fmt: skip
+            return
+        token = header.get("token")
+        if not isinstance(token, bytes) or len(token) != wire.TOKEN_BYTES:
+            raise ProtocolError(what=f"'token' is not {wire.TOKEN_BYTES} bytes")
+        session = self.by_token.get(token)
+        if session is not None:  # a new connection, or the welcome was lost
+            self.by_identity.pop(session.identity, None)
+            session.identity, session.heard_s = identity, time.monotonic()
+            self.by_identity[identity] = session
+            if session.seats:
+                self._welcome(session, resumed=True)
+            return
+        if identity in self.by_identity:
+            self._end(self.by_identity[identity])
+        groups = header.get("groups")
+        if not isinstance(groups, list) or not 0 < len(groups) <= wire.MAX_GROUPS or not all(type(size) is int and 0 < size <= self.slab.layout.num_slots for size in groups):  # fmt: skip
+            raise ProtocolError(what=f"'groups' is {groups!r:.60}, not 1 to {wire.MAX_GROUPS} sizes of at most {self.slab.layout.num_slots}")  # fmt: skip
+        try:
+            spec = EnvSpec.from_dict(header["spec"])
+        except Exception:
+            raise ProtocolError(what="'spec' is no spec") from None
+        hello = {
+            "groups": groups, "spec": spec.to_dict(), "pid": wire.integer(header, "pid", 0, 2**31), "host": f"{header.get('host')!s:.60}",
+            "env": f"{header.get('env')!s:.200}", "evaluation": header.get("evaluation") is True,
+        }  # fmt: skip
+        session = Session(token, identity, hello)
+        self.by_token[token] = self.by_identity[identity] = session
+        self._knock(session)
+
+    def _knock(self, session: Session) -> None:
+        """Asks the door for seats; its answer comes to `_door_speaks`."""
+        session.retry_s = 0.0
+        session.door = attach.knock(self.door, session.hello)
+        self._loop.add_reader(session.door.fileno(), self._door_speaks, session)
+
+    def _door_speaks(self, session: Session) -> None:
+        door = session.door
+        assert door is not None
+        try:
+            data, fds, _, _ = socket.recv_fds(door, attach.MAX_MESSAGE_BYTES, 2 + wire.MAX_GROUPS)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        if session.welcome:  # it speaks no more, it only closes: the lease is over
+            doorbell_close(fds)
+            stopped = bool(self._stop[STOP])
+            message = (
+                wire.pack("stop")
+                if stopped
+                else wire.pack("ended", why="the server ended the lease")
+            )
+            self._send(session.identity, message)
+            self._end(session)
+            return
+        answer = msgpack.unpackb(data) if data else {}
+        if answer.get("type") == "welcome":
+            session.welcome = answer
+            doorbell_close(fds[:2])  # the slab and the engine's bell are here already
+            where = session.name
+            for fields, fd in zip(answer["groups"], fds[2:], strict=True):
+                seats = Seats(
+                    self.slab, self.spec, fields, fd, f"{where}, group {len(session.seats)}"
+                )
+                session.seats.append(seats)
+                self._loop.add_reader(fd, self._ring, session, len(session.seats) - 1)
+            self._welcome(session, resumed=False)
+            self._say(
+                f"{where}: {sum(len(seats.view.reward) for seats in session.seats)} slots for {session.hello['env']}"
+            )
+            return
+        doorbell_close(fds)
+        self._loop.remove_reader(door.fileno())
+        door.close()
+        session.door = None
+        if (
+            answer.get("retry")
+            and time.monotonic() - session.knocking_since_s < self.heartbeat_s * 10
+        ):
+            session.retry_s = time.monotonic() + _DOOR_RETRY_S
+            self._loop.call_later(_DOOR_RETRY_S, self._knock_again, session)
+            return
+        error = answer.get("error") or AddressError(what="the server's door is closed").to_wire()
+        self._send(session.identity, wire.pack("refused", error=error, retry=not data))
+        self._end(session)
+
+    def _knock_again(self, session: Session) -> None:
+        if session.retry_s and session.token in self.by_token:
+            self._knock(session)
+
+    def _welcome(self, session: Session, *, resumed: bool) -> None:
+        self._send(session.identity, wire.pack(
+            "welcome", v=wire.VERSION, worker=session.welcome["worker"], seed=session.welcome["seed"], spec=self.spec.to_dict(),
+            groups=[seats.taken for seats in session.seats], resumed=resumed, heartbeat_ms=int(self.heartbeat_s * 1e3),
+            lease_ms=int(self.lease_s * 1e3),
+        ))  # fmt: skip
+
+    def _end(self, session: Session) -> None:
+        """Forgets a session; closing its line to the door gives the seats back."""
+        self.by_token.pop(session.token, None)
+        if self.by_identity.get(session.identity) is session:
+            del self.by_identity[session.identity]
+        session.retry_s = 0.0
+        for seats in session.seats:
+            self._loop.remove_reader(seats.door)
+            os.close(seats.door)
+        session.seats = []
+        if session.door is not None:
+            self._loop.remove_reader(session.door.fileno())
+            session.door.close()
+            session.door = None
+
+    def _refuse(self, identity: bytes, error: SeedrlError, retry: bool) -> None:
+        self._send(identity, wire.pack("refused", error=error.to_wire(), retry=retry))
+
+    def cut(self, identity: bytes, error: SeedrlError) -> None:
+        """Shows a peer out that does not keep to the protocol: it is told why, and nothing more of that connection is heard."""
+        session = self.by_identity.get(identity)
+        where = session.name if session is not None else f"connection {identity.hex()}"
+        self._say(f"cut off {where}: {error.what}")
+        error.where = error.where or where
+        self._refuse(identity, error, False)
+        if session is not None:
+            self._tell_door(session, {"type": "warning", "message": f"cut off: {error.what}"})
+            self._end(session)
+        self._cut[identity] = None
+        if len(self._cut) > _MAX_CUT:
+            self._cut.popitem(last=False)
+
+    # --------------------------------------------------------------------------------------------------- messages out
+
+    def _ring(self, session: Session, number: int) -> None:
+        seats = session.seats[number]
+        doorbell.hush(seats.door)
+        if seats.answered:
+            self._answer(session, number)
+        elif self._stop[STOP]:
+            self._send(session.identity, wire.pack("stop"))
+
+    def _answer(self, session: Session, number: int) -> None:
+        seats = session.seats[number]
+        header = wire.pack("answer", g=number, n=seats.taken)
+        self._send(session.identity, header, *seats.frames.answer())
+
+    def _send(self, identity: bytes, *frames: Any) -> None:
+        """Sends without waiting. What a peer has no room for is lost to it alone: its ping asks again."""
+        try:
+            self.router.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError:  # gone, or it does not read
+            pass
+        self.drain_soon()
+
+    # ---------------------------------------------------------------------------------------------------------- clock
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._unsaid and self._tokens >= 1:
+            self._say(f"and {self._unsaid} more lines that were not written")
+            self._unsaid = 0
+        for session in list(self.by_token.values()):
+            session.pings = 0
+            if now - session.heard_s > self.lease_s:
+                why = f"nothing was heard of it for {self.lease_s:g} s"
+                self._say(f"{session.name}: {why}; its seats are given back")
+                self._tell_door(session, {"type": "warning", "message": why})
+                self._send(session.identity, wire.pack("ended", why=why))
+                self._end(session)
+        self.drain_soon()
+
+    def stop(self) -> None:
+        """Tells every worker that the run is over, where that is so; otherwise they wait for the next server here."""
+        if self._stop[STOP]:
+            for session in list(self.by_token.values()):
+                self._send(session.identity, wire.pack("stop"))
+        self.over = True
+
+    def _say(self, text: str) -> None:
+        """A line of the log; strangers cannot fill the disk with them."""
+        now = time.monotonic()
+        self._tokens = min(_LOG_BURST, self._tokens + (now - self._tokens_s) * _LOG_PER_S)
+        self._tokens_s = now
+        if self._tokens < 1:
+            self._unsaid += 1
+            return
+        self._tokens -= 1
+        self._log(text)
+
+
+def doorbell_close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+# ---------------------------------------------------------------------------------------------------------- process
+
+
+class _AllowList:
+    """Who may come in, for ZeroMQ's authenticator; the file is read anew for each handshake, so that it can grow and shrink."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        try:
+            return zmq.utils.z85.encode(key).decode() in wire.load_allowed(self._path)
+        except SeedrlError:
+            return False
+
+
+def open_router(
+    context: zmq.Context[Any], listen: str, keys: Path | None, max_frame_bytes: int
+) -> zmq.Socket[bytes]:
+    """The bound socket. Raises: AddressError when the address cannot be had, ConfigError for a key file that is wrong."""
+    router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+    router.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
+    router.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
+    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.IPV6, int("[" in listen))
+    if keys is not None:
+        own = wire.load_key(keys / "server.key")
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = own.public.encode(), own.secret.encode()
+    try:
+        router.bind(listen)
+    except zmq.ZMQError as error:
+        router.close()
+        raise AddressError(
+            what=f"cannot listen at {listen}: {error.strerror or error}", where="--listen",
+            do="stop whoever has that port (ss -ltnp shows it), or choose another",
+        ) from None  # fmt: skip
+    return router
+
+
+def watch_handshakes(router: zmq.Socket[bytes], gateway: Gateway) -> zmq.Socket[bytes]:
+    """Handshakes that fail go to the log: strangers, wrong keys."""
+    failed: dict[int, str] = {
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not on the allow-list",
+        zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZeroMQ, or has no key for this server",
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up during the handshake",
+    }
+    monitor: Any = router.get_monitor_socket(sum(int(event) for event in failed))
+
+    def heard() -> None:
+        while True:
+            try:
+                event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            why = failed.get(event["event"])
+            if why is not None:
+                gateway._say(f"refused a connection: {why}")
+
+    asyncio.get_running_loop().add_reader(monitor.fileno(), heard)
+    heard()
+    return monitor
+
+
+async def serve(start: dict[str, Any], fds: list[int], channel: Channel) -> None:
+    """Runs until SIGTERM, or until the supervisor is gone."""
+    spec = EnvSpec.from_dict(start["spec"])
+    layout = SlabLayout.of(spec, start["num_slots"], start["num_groups"])
+    slab_fd, bell = fds
+    slab = Slab(host.map_shared(slab_fd, layout.nbytes), layout)
+    keys = Path(start["keys"]) if start["keys"] else None
+    if keys is not None:
+        wire.load_allowed(keys / "allowed.txt")
+    column = max(
+        [array.nbytes for array in slab.obs.values()]
+        + [layout.num_slots * 8 * max(1, len(spec.stats))]
+    )
+    context: zmq.Context[Any] = zmq.Context(1)
+    authenticator = None
+    if keys is not None:
+        authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback(
+            "*", credentials_provider=_AllowList(keys / "allowed.txt")
+        )
+    router = open_router(context, start["listen"], keys, column)
+    gateway = Gateway(
+        router, slab, bell, spec, start["door"], start["heartbeat_s"], start["lease_s"],
+        lambda text: print(text, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    monitor = watch_handshakes(router, gateway)
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, over.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisor says when it is over
+    loop.add_reader(int(router.getsockopt(zmq.FD)), gateway.drain)
+    channel.send({"type": "ready", "address": router.getsockopt_string(zmq.LAST_ENDPOINT)})
+    gateway.drain()
+    while not over.is_set():
+        try:
+            await asyncio.wait_for(over.wait(), _TICK_S)
+        except TimeoutError:
+            gateway.tick()
+    gateway.stop()
+    loop.remove_reader(int(router.getsockopt(zmq.FD)))
+    loop.remove_reader(monitor.fileno())
+    router.setsockopt(zmq.LINGER, 500)
+    router.disable_monitor()
+    monitor.close()
+    router.close()
+    if authenticator is not None:
+        authenticator.stop()
+    context.term()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    arguments = parser.parse_args()
+    host.die_with_parent(arguments.parent)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    channel = Channel.from_fd(arguments.channel)
+    try:
+        received = channel.receive()
+        if received is None:
+            return 1
+        uvloop.run(serve(*received, channel))
+        return 0
+    except SeedrlError as error:
+        channel.send({"type": "failed", **error.to_wire()})
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(
+            {
+                "type": "failed",
+                **ProtocolError(
+                    what=f"the gateway failed: {type(error).__name__}: {error}"
+                ).to_wire(),
+            }
+        )
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
