@@ -74,6 +74,9 @@ class Listener:
         self._selector.register(self._channel, selectors.EVENT_READ, self._heard)
         self._selector.register(self.child.pidfd, selectors.EVENT_READ, self._ended)
 
+    def close(self) -> None:
+        self._channel.close()
+
     def _heard(self, channel: Channel) -> None:
         received = channel.receive()
         if received is None:

@@ -567,6 +567,8 @@ class Supervisor:
         self.children.close(0.0 if self._interrupts > 1 else 2.0)
         if hasattr(self, "door"):
             self.door.close()
+        if self.listener is not None:
+            self.listener.close()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         if self._old_handlers:

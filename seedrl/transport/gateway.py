@@ -55,6 +55,7 @@ _MAX_PINGS = 64  # a second and peer
 _LOG_BURST, _LOG_PER_S = 20.0, 1.0
 _HANDSHAKE_MS = 5000
 _DOOR_RETRY_S = 0.05
+_GOODBYE_S = 0.5
 _LONGEST_NS = 10**15
 
 
@@ -435,7 +436,6 @@ class Gateway:
         if self._stop[STOP]:
             for session in list(self.by_token.values()):
                 self._send(session.identity, wire.pack("stop"))
-        self.over = True
 
     def _say(self, text: str) -> None:
         """A line of the log; strangers cannot fill the disk with them."""
@@ -561,6 +561,10 @@ async def serve(start: dict[str, Any], fds: list[int], channel: Channel) -> None
         except TimeoutError:
             gateway.tick()
     gateway.stop()
+    deadline = time.monotonic() + _GOODBYE_S
+    while gateway.by_token and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)  # a connection that closes too soon takes unread words with it
+    gateway.over = True
     loop.remove_reader(int(router.getsockopt(zmq.FD)))
     loop.remove_reader(monitor.fileno())
     router.setsockopt(zmq.LINGER, 500)

@@ -101,7 +101,7 @@ class RemoteLink:
 
     def _open(self) -> None:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.IPV6, 1), (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 1000)):  # fmt: skip
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 64), (zmq.RCVHWM, 64), (zmq.IPV6, 1), (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 1000)):  # fmt: skip
             self._socket.setsockopt(option, value)
         if self._key is not None:
             assert self._key.server is not None
@@ -283,8 +283,7 @@ class RemoteLink:
 
     def close(self) -> None:
         """Gives the seats back."""
-        if not self._over:
-            self.send_frames(wire.pack("bye"))
+        self.send_frames(wire.pack("bye"))
         self._shut(200)
         self._context.term()
 

@@ -11,62 +11,9 @@ import pytest
 import torch
 
 from harness import Harness
-from seedrl.config import Config
+from ledger import Ledger, config_of
 
 ROWS = int(os.environ.get("SEEDRL_TRUTH_ROWS", "60000"))  # `make truths` runs the million
-
-
-def _config(env: dict, policy: str, workers: dict, **sections) -> Config:
-    return Config(
-        env={"check": "strict", "check_steps": 0, **env},
-        policy={"name": f"system_policies:{policy}"},
-        workers=workers,
-        **{"learner": {"unroll_length": 20, "batch_size": 8}, **sections},
-    )
-
-
-class Ledger:
-    """Follows every row that the store hands out: whole, in order, once."""
-
-    def __init__(self, unroll: int) -> None:
-        self.unroll, self.rows = unroll, 0
-        self.last: dict[int, tuple[float, float, float]] = {}
-        self.seen: dict[float, set[tuple[float, float]]] = defaultdict(set)
-
-    def check(self, batch, answers: int = 256) -> None:
-        obs = batch.obs["observation"].double()
-        env, episode, step = obs[..., 0], obs[..., 1], obs[..., 2]
-        first, ended = batch.first, batch.terminated | batch.truncated
-        # one environment an unroll, and each action is that environment's answer
-        assert (env == env[0]).all()
-        assert (batch.actions["action"] == (3 * env + 1) % answers).all()
-        # reward and flags are of the step that led to the row
-        assert (
-            batch.reward == torch.where(first, torch.zeros(()).double(), 1000 * env + step).float()
-        ).all()
-        assert ((step == 0) == first).all()
-        assert (
-            not (batch.terminated & (episode % 2 == 1)).any()
-            and not (batch.truncated & (episode % 2 == 0)).any()
-        )
-        # consecutive: the next step of the episode, or the first row of the next one after an end
-        follows = torch.where(
-            ended[:-1],
-            (episode[1:] == episode[:-1] + 1) & first[1:],
-            (episode[1:] == episode[:-1]) & (step[1:] == step[:-1] + 1),
-        )
-        assert follows.all()
-        for b, slot in enumerate(batch.slots.tolist()):
-            head, tail = tuple(obs[0, b].tolist()), tuple(obs[-1, b].tolist())
-            if slot in self.last and self.last[slot][0] == head[0]:
-                assert self.last[slot] == head, (
-                    "the bootstrap row of one unroll is the first of the next"
-                )
-            self.last[slot] = tail
-            rows = {(row[1], row[2]) for row in obs[:-1, b].tolist()}
-            assert len(rows) == self.unroll and not rows & self.seen[head[0]], "no row twice"
-            self.seen[head[0]] |= rows
-            self.rows += self.unroll
 
 
 def test_case_1_no_mixing_and_no_row_lost_or_doubled_while_workers_die_and_come(
@@ -77,7 +24,7 @@ def test_case_1_no_mixing_and_no_row_lost_or_doubled_while_workers_die_and_come(
         "id": "system_envs:Echo",
         "kwargs": {"folder": str(tmp_path / "ids"), "lengths": [1, 3, 7, 20, 33], "jitter_us": 20},
     }
-    config = _config(
+    config = config_of(
         env,
         "answer",
         {"num": 4, "envs_per_worker": 16, "groups": 2},
@@ -115,7 +62,7 @@ def test_case_1_no_mixing_and_no_row_lost_or_doubled_while_workers_die_and_come(
 def test_cases_6_and_11_the_state_resets_at_first_and_is_stored_as_it_entered_the_row(
     tmp_path: Path, groups: int
 ) -> None:
-    config = _config(
+    config = config_of(
         {"id": "system_envs:Counted"}, "count", {"num": 2, "envs_per_worker": 4, "groups": groups},
         learner={"unroll_length": 12, "burn_in": 4, "batch_size": 4},
     )  # fmt: skip
@@ -142,7 +89,7 @@ def test_case_7_the_states_of_the_other_slots_go_on_counting_when_one_resets(
     tmp_path: Path,
 ) -> None:
     env = {"id": "system_envs:Counted", "kwargs": {"length": 400, "reset_at": {"3": 7}}}
-    config = _config(
+    config = config_of(
         env,
         "count",
         {"num": 1, "envs_per_worker": 8, "groups": 1},
@@ -164,7 +111,7 @@ def test_cases_8_and_9_a_killed_worker_takes_only_its_open_rows_and_its_successo
 ) -> None:
     (tmp_path / "ids").mkdir()
     env = {"id": "system_envs:Echo", "kwargs": {"folder": str(tmp_path / "ids"), "lengths": [1000]}}
-    config = _config(
+    config = config_of(
         env,
         "answer",
         {"num": 4, "envs_per_worker": 8, "groups": 1},

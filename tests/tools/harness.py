@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from seedrl import host
 from seedrl.config import Config
+from seedrl.listen import Listen
 from seedrl.policy.base import Heads, make_policy
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.memory import Shared, open_shared
@@ -26,11 +28,15 @@ from seedrl.worker.envs import probe_spec
 class Harness(Supervisor):
     """`with Harness(config, tmp_path) as run: run.begin(); batch = run.sample(4)`."""
 
-    def __init__(self, config: Config, run_dir: Path, num_slots: int) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, num_slots: int, listen: Listen | None = None
+    ) -> None:
         env = config.env
         spec = probe_spec(env.id, env.kwargs, env.action_mask, env.stats)
         self.said: list[str] = []
-        super().__init__(config, spec, run_dir, num_slots=num_slots, on_message=self.said.append)
+        super().__init__(
+            config, spec, run_dir, num_slots=num_slots, listen=listen, on_message=self.said.append
+        )
 
     def _start_learner(self) -> None:
         self._learner_ready = True
@@ -71,6 +77,20 @@ class Harness(Supervisor):
         self.start_workers(num, own.envs_per_worker, own.groups, **kwargs)
         self.start()
         self.wait_for(lambda: self.seats_taken >= num * own.envs_per_worker)
+        self.enter(Phase.ACT)
+
+    def begin_remote(self, address: str, workers: int, *more: str) -> None:
+        """Starts workers that attach at `address`, the engine being up; waits for them, and acts."""
+        own = self.config.workers
+        for index in range(workers):
+            self.children.start(
+                f"remote {index}", "seedrl.worker.loop",
+                ["--address", address, "--env", self.config.env.id, "--env-kwargs", json.dumps(self.config.env.kwargs),
+                 "--envs", str(own.envs_per_worker), "--groups", str(own.groups), "--check-steps", "0", "--reconnect-s", "30",
+                 "--parent", str(os.getpid()), *more],
+                log=self._logs / f"remote-{index}.txt",
+            )  # fmt: skip
+        self.wait_for(lambda: self.seats_taken >= workers * own.envs_per_worker)
         self.enter(Phase.ACT)
 
     def wait_for(self, reached, limit_s: float = 30.0) -> None:
