@@ -19,6 +19,7 @@ from typing import Any
 from seedrl import host
 from seedrl.children import Child, Children
 from seedrl.config import Config
+from seedrl.control import Controls
 from seedrl.errors import RunError, SeedrlError, from_wire
 from seedrl.evaluation import Evaluation, Round
 from seedrl.listen import Listen, Listener
@@ -90,6 +91,9 @@ class Supervisor:
         self._workers: list[WorkerSlot] = []
         self._deaths: deque[float] = deque()
         self._engine_ready = self._learner_ready = self._stopping = False
+        self.controls = Controls(self)
+        self.phase = Phase.WAIT
+        self.running = False  # between the first answer and the end of training
         self.last_round: Evaluation | None = None
         self._playing: _Playing | None = None
         self._next_round_s = 0.0
@@ -294,19 +298,21 @@ class Supervisor:
         name = f"worker {lease.worker}" if lease.worker >= 0 else f"pid {lease.pid}"
         if event == "attached":
             self.seats_taken += report["slots"]
-            if lease.pid not in self._own_pids():
+            if lease.pid not in self.own_pids():
                 self._say(
                     f"{name} of {report['host']} attached: {report['slots']} slots, {self.door.free_slots()} free"
                 )
+        elif event == "ctl":
+            self.controls.hear(lease, report)
         elif event == "refused":
-            if lease.pid in self._own_pids():
+            if lease.pid in self.own_pids():
                 self.failure = self.failure or from_wire(report)
             else:
                 self._say(f"{name} refused: {report['what']}")
         elif event in ("detached", "gone"):
             self._selector.unregister(lease.fd)
             self.seats_taken -= sum(int(self.slab.lease[group, SIZE]) for group in lease.groups)
-            if lease.groups and lease.pid not in self._own_pids() and not self._stopping:
+            if lease.groups and lease.pid not in self.own_pids() and not self._stopping:
                 self._say(
                     f"{name} {'detached' if lease.said_bye else 'died'}: its slots are free again"
                 )
@@ -325,7 +331,7 @@ class Supervisor:
             )
         elif kind == "failed":
             error = from_wire(report)
-            if lease.pid not in self._own_pids():
+            if lease.pid not in self.own_pids():
                 self._say(f"{name} failed: {error.what}")
             else:
                 error.where = error.where or f"{name}, {lease.env}"
@@ -336,7 +342,8 @@ class Supervisor:
         elif kind == "warning":
             self._say(f"{name}: {report.get('message')}")
 
-    def _own_pids(self) -> set[int]:
+    def own_pids(self) -> set[int]:
+        """Of the workers that this run started itself."""
         return {worker.child.pid for worker in self._workers if worker.child is not None}
 
     def _heard_engine(self, channel: Channel) -> None:
@@ -460,6 +467,7 @@ class Supervisor:
 
     def enter(self, phase: Phase) -> None:
         """Tells the engine what it may do."""
+        self.phase = phase
         self.slab.control[SUPERVISOR_LINE, PHASE] = phase
         os.eventfd_write(self._bell, 1)
 
@@ -470,10 +478,12 @@ class Supervisor:
             while self.seats_taken < wanted and not self.interrupted:
                 self.pump()
         self.enter(Phase.ACT)
+        self.running = True
         limit, begin = self.config.run.max_seconds, time.monotonic()
         self._next_round_s = begin + self.config.evaluation.every_s
         while not self.done and not self.interrupted:
             self.pump()
+            self.controls.tick()
             self._evaluate_in_turn()
             if limit is not None and time.monotonic() - begin >= limit:
                 self.done = f"max_seconds {limit:g} reached"
@@ -481,6 +491,7 @@ class Supervisor:
 
     def stop_training(self) -> None:
         """Ends acting and learning: the engine lets go of all runs, the learner writes its checkpoint."""
+        self.running = False
         self.enter(Phase.EVALUATE)
         self._stopping = True
         self._pump_until(lambda: self.board.get("acting") == Phase.EVALUATE, 2.0)

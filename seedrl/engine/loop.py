@@ -169,6 +169,8 @@ class Engine:
                 self._reseat()
             if slab.control[SUPERVISOR_LINE, PHASE] != self._phase and not self._enter_phase():
                 return None
+            if self._phase == Phase.FINISH:
+                self._unfinished()
             timeout_us: float | None = None
             groups = np.flatnonzero(self._asked > seating.answered)
             if groups.size:
@@ -191,10 +193,23 @@ class Engine:
         """The ready groups that may be answered in this phase, and the live rows that they are weighed against."""
         if self._phase == Phase.ACT and not self._held_back():
             return groups, self.seating.live
-        if self._phase == Phase.WAIT:
+        if self._phase in (Phase.WAIT, Phase.PAUSED):
             return groups[:0], 0
+        if self._phase == Phase.FINISH:
+            left = self._unfinished()
+            if self._held_back():
+                left = left[:0]
+            return groups[np.isin(groups, left)], int(self.seating.size[left].sum())
         evaluation = self.seating.evaluation
         return groups[evaluation[groups]], int(self.seating.size[evaluation].sum())
+
+    def _unfinished(self) -> np.ndarray:
+        """Groups within an unroll: what a pause waits for."""
+        seating, writer = self.seating, self.writer
+        training = np.flatnonzero((seating.size > 0) & ~seating.evaluation).tolist()
+        left = [g for g in training if writer is not None and writer.unfinished(seating.rows[g])]
+        self.board.set("unfinished_groups", len(left))
+        return np.array(left, np.int64)
 
     def _held_back(self) -> bool:
         """Whether the bound on lag stops acting: unrolls made so far against versions published."""
@@ -254,13 +269,15 @@ class Engine:
 
     def _enter_phase(self) -> bool:
         phase = Phase(int(self.slab.control[SUPERVISOR_LINE, PHASE]))
-        if self._phase == Phase.ACT and phase != Phase.ACT:
+        if self._phase in _RUNNING and phase not in _RUNNING:
             seating = self.seating
             for group in np.flatnonzero((seating.size > 0) & ~seating.evaluation).tolist():
                 self._drop(seating.rows[group], "shutdown")
         if phase == Phase.ACT and self._first_version is None and self.writer is not None:
             self._first_version = self.writer.version
         self._phase = phase
+        if phase == Phase.FINISH:
+            self._unfinished()
         self.board.set("acting", int(phase))
         return phase != Phase.EXIT
 
@@ -338,6 +355,7 @@ class Engine:
 
 
 _CPU = torch.device("cpu")
+_RUNNING = (Phase.ACT, Phase.PAUSED, Phase.FINISH)  # what is open stays open
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
 
 
@@ -367,6 +385,7 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
         device,
         store_device,
     )
+    step.greedy_for_all = start["greedy"] and not start["learner"]
     batching = config.batching
     rule = Rule(
         max_batch,

@@ -35,6 +35,9 @@ class PolicyStep:
         device: torch.device = _CPU, store_device: torch.device = _CPU, apart: bool | None = None,
     ) -> None:  # fmt: skip
         self.policy, self.heads, self._slab, self._greedy = policy, heads, slab, greedy
+        self.greedy_for_all = (
+            False  # a server without a learner: every row is played as an evaluation is
+        )
         self._device = device
         self._apart = device.type != "cpu" if apart is None else apart
         self._store_apart = self._apart and store_device == device
@@ -116,6 +119,8 @@ class PolicyStep:
         inputs, value, new = self.policy(obs, state, self._first[:, :count])
         mask = None if self._mask is None else self._mask[:count]
         inputs = inputs[0]
+        if self.greedy_for_all:
+            evaluation = np.arange(count)
         actions, log_prob = self.heads.sample(inputs, mask, self._generator)
         if evaluation is not None and self._greedy:
             at = torch.from_numpy(evaluation).to(self._device)

@@ -217,6 +217,11 @@ class Appender:
         """New blocks that appending one row to each of `slots` would take."""
         return int(np.count_nonzero(self._count[slots] % self.rule.block_length == 0))
 
+    def unfinished(self, slots: np.ndarray) -> bool:
+        """Whether some of `slots` is within an unroll: more rows than the last one's bootstrap row, which begins the next."""
+        counts, unroll = self._count[slots], self.rule.unroll_length
+        return bool(((counts > 0) & (counts % unroll != 1 % unroll)).any())
+
     def append(self, slots: np.ndarray, columns: Columns, states: list[Tensor]) -> Unrolls | None:
         """Appends one row to each slot.
 

@@ -16,7 +16,7 @@ from seedrl.metrics import Histogram
 COUNTERS = (
     "acting", "batches", "rows_acted", "rows_stored", "env_steps", "evaluation_rows", "episodes_head", "interrupted_episodes",
     "dropped_worker_died", "dropped_detached", "dropped_shutdown", "blocked_room_ns", "blocked_lag_ns",
-    "fired_full", "fired_all_ready", "fired_wait", "fired_hard_deadline", "live_slots", "policy_version",
+    "fired_full", "fired_all_ready", "fired_wait", "fired_hard_deadline", "live_slots", "unfinished_groups", "policy_version",
 )  # fmt: skip
 HISTOGRAMS = ("rtt_ns", "wait_ns", "ingest_ns", "forward_ns", "answer_ns", "append_ns", "deschedule_ns", "batch_rows", "env_step_ns")  # fmt: skip
 EPISODES = 1 << 14

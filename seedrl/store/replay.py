@@ -143,6 +143,10 @@ class ReplayWriter:
             return len(free) >= slots.size or len(free) >= self._appender.blocks_needed(slots)
         return True
 
+    def unfinished(self, slots: np.ndarray) -> bool:
+        """Whether some of `slots` is within an unroll."""
+        return self._appender.unfinished(slots)
+
     def _collect(self) -> None:
         control, size = self._control, self._layout.num_blocks
         head, tail = int(control.free_head[0]), int(control.free_tail[0])

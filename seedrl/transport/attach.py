@@ -2,6 +2,7 @@
 
 A Unix socket of type SEQPACKET carries one msgpack map a message, at most `MAX_MESSAGE_BYTES`:
 
+    anybody -> door  {"type": "ctl", "verb", ...}, answered with one map
     worker -> door   {"type": "hello", "protocol", "groups": [E, ...], "spec", "pid", "host", "env", "evaluation", "index", "attempt"}
     door -> worker   {"type": "welcome", "protocol", "worker", "seed", "spec", "num_slots", "num_groups", "generation", "groups":
                       [{"group", "start", "size", "base"}]}   with the slab's, the engine's bell's and each group's bell's descriptors
@@ -71,6 +72,7 @@ MAX_MESSAGE_BYTES = (
 MAX_GROUPS_PER_WORKER = 64
 FIRST_FREE_INDEX = 1 << 16  # seed index of workers that were not numbered by `train`
 ATTEMPT_SHIFT = 20
+_CONTROL_S = 5.0
 _HELLO_S = 5.0  # a caller says hello at once, or goes
 _MAX_SILENT = 64  # callers that have not said it yet: descriptors are few
 
@@ -186,6 +188,16 @@ class Link:
         """The server ended the run in good order; False after a lease that ended without (it was killed, say)."""
         return bool(self._control[STOP])
 
+    def check(self) -> None:
+        """Raises what the door has said at the lease's end: that this worker must not come back."""
+        try:
+            data = self._connection.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except OSError:
+            return
+        message = msgpack.unpackb(data) if data else {}
+        if message.get("type") == "cut":
+            raise from_wire(message["error"])
+
     def send(self, report: dict[str, Any]) -> None:
         """Sends a report without waiting; one that finds the line full or closed is lost, never the worker's time."""
         packed = msgpack.packb(report)
@@ -205,6 +217,31 @@ class Link:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+
+
+def control(address: str, verb: str, **fields: Any) -> dict[str, Any]:
+    """Asks a running server for a control verb; returns its answer.
+
+    Raises: AddressError when nobody answers; what the server refuses it with.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    with connection:
+        connection.settimeout(_CONTROL_S)
+        try:
+            with _short(parse_unix(address)) as name:
+                connection.connect(name)
+            connection.send(msgpack.packb({"type": "ctl", "verb": verb, **fields}))
+            data = connection.recv(MAX_MESSAGE_BYTES)
+        except OSError as error:
+            raise AddressError(
+                what=f"no server answers at {address} ({error.strerror or error})",
+                where=address,
+                do="give the unix:// address of a running server, or its run directory",
+            ) from None
+    answer: dict[str, Any] = msgpack.unpackb(data) if data else {"error": {"what": "no answer"}}
+    if "error" in answer:
+        raise from_wire(answer["error"])
+    return answer
 
 
 def report_failure(address: str, error: SeedrlError) -> None:
@@ -290,6 +327,8 @@ class Lease:
     pid: int
     worker: int = -1
     env: str = ""
+    host: str = ""
+    peer: int = -1  # the pid that the worker has on its own host
     evaluation: bool = False
     groups: list[int] = field(default_factory=list)
     said_bye: bool = False
@@ -307,7 +346,7 @@ class Door:
     Args:
         path: of the Unix socket. slab, slab_fd, engine_bell: what is handed out.
         doors: one doorbell a group. seed: the run's.
-        on_event: called with (what, lease, report) for "attached", "detached", "report".
+        on_event: called with (what, lease, report) for "attached", "detached", "report", "ctl" and "refused".
     """
 
     def __init__(
@@ -323,6 +362,7 @@ class Door:
             0,
             0,
         )
+        self.refusing = ""  # why nobody may come in, if so
         self._seats = np.zeros(slab.layout.num_slots, bool)
         self._draining: set[int] = set()
         self.leases: dict[int, Lease] = {}  # by the connection's descriptor
@@ -409,6 +449,10 @@ class Door:
                     lease.failed = from_wire(message)
                     self._on_event("report", lease, message)
                     return
+                if kind == "ctl":
+                    self._on_event("ctl", lease, message)
+                    self.end(lease.fd)
+                    return
                 if kind != "hello":
                     raise ProtocolError(what=f"a '{kind}' before the hello")
                 self._hello(lease, message)
@@ -442,6 +486,8 @@ class Door:
                 what=f"the worker speaks protocol {hello.get('protocol')}, this server {PROTOCOL}",
                 do="install the same version of seedrl on both sides",
             )
+        if self.refusing:
+            raise LeaseRefused(what=self.refusing, do="attach to another server, or later")
         sizes = [int(size) for size in hello["groups"]]
         where = f"worker pid {lease.pid}"
         if not sizes or min(sizes) < 1 or len(sizes) > MAX_GROUPS_PER_WORKER:
@@ -475,6 +521,7 @@ class Door:
         if index is None:
             index, self._next_index = self._next_index, self._next_index + 1
         lease.worker = int(index) + (int(hello.get("attempt", 0)) << ATTEMPT_SHIFT)
+        lease.host, lease.peer = str(hello.get("host", "")), int(hello.get("pid", lease.pid))
         lease.env, lease.evaluation = str(hello.get("env", "")), bool(hello.get("evaluation"))
         self._generation += 1
         base = self._generation << GENERATION_SHIFT
@@ -556,6 +603,18 @@ class Door:
             self._changed()
         self._on_event("detached" if lease.groups else "gone", lease, {"type": "detached"})
         lease.connection.close()
+
+    def cut(self, fd: int, error: SeedrlError) -> None:
+        """Ends the lease and tells the worker not to come back."""
+        self.reply(self.leases[fd], {"type": "cut", "error": error.to_wire()})
+        self.end(fd)
+
+    @staticmethod
+    def reply(lease: Lease, message: dict[str, Any]) -> None:
+        try:
+            lease.connection.send(msgpack.packb(message))
+        except OSError:  # it is gone, and loses its seats by that
+            pass
 
     def _changed(self) -> None:
         self.slab.control[DOOR_LINE, DOOR_EPOCH] += 1

@@ -28,7 +28,7 @@ import zmq.auth.thread
 from zmq.utils.monitor import parse_monitor_message
 
 from seedrl import host
-from seedrl.errors import AddressError, EnvError, ProtocolError, SeedrlError
+from seedrl.errors import AddressError, EnvError, ProtocolError, SeedrlError, from_wire
 from seedrl.spec import EnvSpec
 from seedrl.transport import attach, doorbell, wire
 from seedrl.transport.channel import Channel
@@ -308,6 +308,10 @@ class Gateway:
             data, fds = b"", []
         if session.welcome:  # it speaks no more, it only closes: the lease is over
             doorbell_close(fds)
+            if data:  # the last thing that it says
+                self._refuse(session.identity, from_wire(msgpack.unpackb(data)["error"]), False)
+                self._end(session)
+                return
             stopped = bool(self._stop[STOP])
             message = (
                 wire.pack("stop")

@@ -278,6 +278,9 @@ class RemoteLink:
         except zmq.Again:
             pass
 
+    def check(self) -> None:
+        """A server that wants this worker not to come back has said so in `pump`, which raised it."""
+
     def send(self, report: dict[str, Any]) -> None:
         self.send_frames(wire.pack("report", report=report))
 

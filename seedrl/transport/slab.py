@@ -47,6 +47,8 @@ class Phase(IntEnum):
     ACT = 1
     EVALUATE = 2  # training is over: only evaluation slots are answered
     EXIT = 3
+    PAUSED = 4  # answer nobody; what is open stays open
+    FINISH = 5  # answer only those whose unroll is not full yet
 
 
 @dataclass(frozen=True)

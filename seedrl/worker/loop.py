@@ -46,6 +46,7 @@ class Lease(Protocol):
     def stopped(self) -> bool: ...
     @property
     def groups(self) -> Sequence[Any]: ...
+    def check(self) -> None: ...
     def send(self, report: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
@@ -216,6 +217,8 @@ class Worker:
             self.serve(seeded)
             seeded = False
             ended = self.link.stopped
+            if not ended:
+                self.link.check()
             self.link.close()
             self.link = None
             if ended or not self.arguments.reconnect_s:

@@ -1,0 +1,235 @@
+"""Control of a running server from another terminal: what each verb does, and how the answer is shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seedrl.errors import AddressError, ConfigError, LeaseRefused, RunError, SeedrlError
+from seedrl.transport import attach
+from seedrl.transport.slab import SIZE, Phase
+
+if TYPE_CHECKING:
+    from seedrl.supervise import Supervisor
+    from seedrl.transport.attach import Lease
+
+VERBS = ("status", "pause", "resume", "drain", "kick")
+MODES = ("keep", "wait", "abort")
+
+
+class Pace(Enum):
+    """What the server is at, for `status`."""
+
+    STARTING = "starting"
+    ACTING = "acting"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    EVALUATING = "evaluating"
+
+
+class Controls:
+    """The verbs, on the supervisor's side; also for a program of one's own that runs a supervisor."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._finishing: str | None = None  # "pause" or "drain": once the open unrolls are full
+
+    def hear(self, lease: Lease, message: dict[str, Any]) -> None:
+        """Answers one message of `ask`."""
+        try:
+            answer = self._do(str(message.get("verb")), message)
+        except SeedrlError as error:
+            answer = {"error": error.to_wire()}
+        self._supervisor.door.reply(lease, answer)
+
+    def _do(self, verb: str, message: dict[str, Any]) -> dict[str, Any]:
+        if verb == "pause":
+            self.pause(str(message.get("mode", "keep")))
+        elif verb == "resume":
+            self.resume()
+        elif verb == "drain":
+            self.drain()
+        elif verb == "kick":
+            return {"kicked": self.kick(int(message.get("worker", -1)))}
+        elif verb != "status":
+            raise ConfigError(
+                what=f"there is no verb '{verb:.40}'", where="ctl", do=f"one of {', '.join(VERBS)}"
+            )
+        return self.status()
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stops answering. keep: at once, all stays as it is; wait: once the open unrolls are full; abort: at once, they are dropped."""
+        supervisor = self._supervisor
+        if mode not in MODES:
+            raise ConfigError(
+                what=f"there is no way to pause called '{mode:.40}'",
+                where="--mode",
+                do=f"one of {', '.join(MODES)}",
+            )
+        self._require(Phase.ACT, Phase.FINISH, Phase.PAUSED)
+        self._finishing = "pause" if mode == "wait" else None
+        supervisor.enter({"keep": Phase.PAUSED, "wait": Phase.FINISH, "abort": Phase.WAIT}[mode])
+
+    def resume(self) -> None:
+        self._require(Phase.ACT, Phase.FINISH, Phase.PAUSED, Phase.WAIT)
+        self._finishing, self._supervisor.door.refusing = None, ""
+        self._supervisor.enter(Phase.ACT)
+
+    def drain(self) -> None:
+        """Lets nobody in any more, fills the open unrolls, and ends the run as if it had come to its end."""
+        self._require(Phase.ACT, Phase.FINISH, Phase.PAUSED, Phase.WAIT)
+        self._supervisor.door.refusing = "the server is being drained"
+        self._finishing = "drain"
+        self._supervisor.enter(Phase.FINISH)
+
+    def kick(self, worker: int) -> str:
+        """Cuts a worker off, for good; returns what it was."""
+        door = self._supervisor.door
+        for fd, lease in list(door.leases.items()):
+            if lease.attached and lease.worker == worker:
+                if lease.pid in self._supervisor.own_pids():
+                    raise LeaseRefused(
+                        what=f"worker {worker} is the run's own",
+                        where="ctl kick",
+                        do="change workers.num instead",
+                    )
+                door.cut(
+                    fd,
+                    LeaseRefused(what="cut off by the server's operator", where=f"worker {worker}"),
+                )
+                return f"worker {worker}, {lease.env}"
+        known = sorted(lease.worker for lease in door.leases.values() if lease.attached)
+        raise ConfigError(
+            what=f"there is no worker {worker}",
+            where="ctl kick",
+            do=f"attached: {', '.join(map(str, known)) or 'nobody'}",
+        )
+
+    def _require(self, *phases: Phase) -> None:
+        phase = self._supervisor.phase
+        if phase not in phases or not self._supervisor.running:
+            raise RunError(
+                what=f"the server is {self.pace().value}", where="ctl", do="wait until it acts"
+            )
+
+    def tick(self) -> None:
+        """Takes the next step of a pause or a drain that waits for unrolls."""
+        supervisor = self._supervisor
+        if (
+            self._finishing is None
+            or supervisor.board.get("acting") != Phase.FINISH
+            or supervisor.board.get("unfinished_groups")
+        ):
+            return
+        finishing, self._finishing = self._finishing, None
+        if finishing == "drain":
+            supervisor.done = supervisor.done or "drained"
+        else:
+            supervisor.enter(Phase.PAUSED)
+
+    def pace(self) -> Pace:
+        supervisor = self._supervisor
+        if not supervisor.running:
+            return Pace.EVALUATING if supervisor.phase == Phase.EVALUATE else Pace.STARTING
+        if supervisor.phase == Phase.FINISH:
+            return Pace.DRAINING if self._finishing == "drain" or supervisor.done else Pace.PAUSING
+        return Pace.ACTING if supervisor.phase == Phase.ACT else Pace.PAUSED
+
+    def status(self) -> dict[str, Any]:
+        """What runs, in plain values."""
+        supervisor, door = self._supervisor, self._supervisor.door
+        board, slab = supervisor.board, supervisor.slab
+        workers = [
+            {
+                "worker": lease.worker, "env": lease.env, "host": lease.host, "pid": lease.peer, "evaluation": lease.evaluation,
+                "slots": sum(int(slab.lease[group, SIZE]) for group in lease.groups), "groups": len(lease.groups),
+                "remote": lease.pid != lease.peer,
+            }
+            for lease in door.leases.values() if lease.attached
+        ]  # fmt: skip
+        rtt = board.histograms["rtt_ns"]
+        return {
+            "pace": self.pace().value, "env_id": supervisor.spec.env_id, "learner": supervisor.learning, "slots": slab.layout.num_slots,
+            "free_slots": door.free_slots(), "workers": sorted(workers, key=lambda worker: worker["worker"]),
+            "env_steps": board.get("env_steps"), "batches": board.get("batches"), "policy_version": board.get("policy_version"),
+            "rtt_p50_us": rtt.percentile(50) * 1e-3, "rtt_p99_us": rtt.percentile(99) * 1e-3,
+            "listen": supervisor.listener.address if supervisor.listener is not None else None, "run_dir": str(supervisor.run_dir),
+        }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ the other side
+
+
+def address_of(where: str) -> str:
+    """`where` as an address: itself, or the door of a run directory. Raises: AddressError for one that takes no verbs."""
+    if where.startswith("unix://"):
+        return where
+    if "://" in where:
+        raise AddressError(
+            what="control verbs are taken on the server's Unix socket alone", where=where,
+            do="run it on the server's host, with unix://PATH or the run directory",
+        )  # fmt: skip
+    return f"unix://{Path(where) / 'door.sock'}"
+
+
+def ctl(
+    where: str, verb: str, worker: int | None, mode: str, timeout_s: float, as_json: bool
+) -> int:
+    """The `ctl` command; returns its exit code."""
+    if verb not in VERBS:
+        raise ConfigError(
+            what=f"there is no verb '{verb}'", where="ctl", do=f"one of {', '.join(VERBS)}"
+        )
+    if verb == "kick" and worker is None:
+        raise ConfigError(
+            what="kick needs the worker's number",
+            where="ctl kick",
+            do="see seedrl ctl ADDRESS status",
+        )
+    address = address_of(where)
+    answer = attach.control(
+        address,
+        verb,
+        **({"mode": mode} if verb == "pause" else {}),
+        **({"worker": worker} if verb == "kick" else {}),
+    )
+    deadline = time.monotonic() + timeout_s
+    while answer.get("pace") == Pace.PAUSING.value:
+        if time.monotonic() > deadline:
+            raise RunError(
+                what=f"unrolls were still open after {timeout_s:g} s",
+                where=address,
+                do="give --timeout-s, or --mode keep",
+            )
+        time.sleep(0.05)
+        answer = attach.control(address, "status")
+    if as_json:
+        print(json.dumps(answer))
+    elif "kicked" in answer:
+        print(f"cut off {answer['kicked']}")
+    else:
+        _show(answer)
+    sys.stdout.flush()
+    return 0
+
+
+def _show(status: dict[str, Any]) -> None:
+    print(
+        f"{status['pace']}: {status['env_id']}, {status['slots'] - status['free_slots']} of {status['slots']} slots taken, "
+        f"{status['env_steps']} steps, version {status['policy_version']}, round trip p50 {status['rtt_p50_us']:.0f} us, "
+        f"p99 {status['rtt_p99_us']:.0f} us"
+    )
+    if status["listen"]:
+        print(f"listens at {status['listen']}")
+    for worker in status["workers"]:
+        kinds = Counter({"remote": worker["remote"], "evaluation": worker["evaluation"]})
+        print(
+            f"worker {worker['worker']}: {worker['slots']} slots in {worker['groups']} groups, {worker['env']}, "
+            f"{worker['host']} pid {worker['pid']}{''.join(f', {kind}' for kind in +kinds)}"
+        )
