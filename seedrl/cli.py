@@ -79,6 +79,8 @@ def serve(
     bind: Annotated[str | None, typer.Option(help="unix://PATH where workers attach; default: a socket in the run directory")] = None,
     listen: Annotated[str | None, typer.Option(help="tcp://HOST:PORT where workers of other hosts attach")] = None,
     keys: Annotated[Path | None, typer.Option(help="folder made by `seedrl keys`: who may attach at --listen, encrypted")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="answer with this policy, and learn nothing")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy/--sample", help="of --checkpoint: the most likely action, or a sampled one")] = True,
     insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this host without keys")] = False,
     run_dir: Annotated[Path | None, typer.Option(help="where the run is kept; default runs/NAME-TIME")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")] = False,
@@ -101,6 +103,8 @@ def serve(
         listen,
         keys,
         insecure,
+        checkpoint,
+        greedy,
     )
 
 

@@ -120,14 +120,7 @@ def _fit(
             metrics = stack.enter_context(MetricsWriter(folder))
             say(_resolved(config, spec, supervisor, num_slots, workers))
             if not workers:
-                where = [f"unix://{supervisor.address}"]
-                where += [supervisor.listener.address] if supervisor.listener is not None else []
-                for place in where:
-                    say(f"workers may attach: seedrl attach {place} --env {config.env.id}")
-                if listen is not None and listen.insecure and listen.keys is None:
-                    say(
-                        f"INSECURE: whoever reaches {where[-1]} may attach, and nothing is encrypted"
-                    )
+                _tell_where(supervisor, config, listen, say)
             if panel is not None:
                 panel.begin()
             ended = supervisor.train()
@@ -251,6 +244,62 @@ def _check_devices(config: Config) -> None:
             require_device(device, config.where(key))
 
 
+def serve_checkpoint(
+    config: Config, checkpoint: Path, *, run_dir: Path | None = None, name: str = "served", address: Path | None = None,
+    listen: Listen | None = None, greedy: bool = True, say: Callable[[str], None] = print,
+) -> int:  # fmt: skip
+    """Answers whoever attaches with a trained policy, and learns nothing, until `run.max_seconds`, `run.max_steps` or Ctrl-C.
+
+    Args: checkpoint: one, or a run directory. greedy: the most likely action; False samples. say: takes each line for the user.
+    Returns: the number of episodes that were played. Raises: SeedrlError as the command would report it.
+    """
+    from seedrl.store.checkpoint import load_checkpoint
+
+    _check_devices(config)
+    saved = load_checkpoint(checkpoint)
+    spec = probe(config)
+    path = _checked(saved, config, spec)
+    folder = RunDir.create(run_dir, dump_yaml(config), name=name)
+
+    def tell(text: str) -> None:
+        folder.write_log(text)
+        say(text)
+
+    slots = _num_slots(config, 0, workers=False)
+    with Supervisor(
+        config, spec, folder.path, num_slots=slots, address=address, checkpoint=path, greedy=greedy, listen=listen, on_message=tell,
+    ) as supervisor:  # fmt: skip
+        supervisor.start()
+        tell(f"{path}, {'greedy' if greedy else 'sampled'}; {slots} slots")
+        _tell_where(supervisor, config, listen, tell)
+        episodes = 0
+        for played, steps in supervisor.play_for_others():
+            episodes += len(played)
+            if len(played):
+                returns = played[:, 2]
+                tell(
+                    f"{steps} steps, {episodes} episodes; the last {len(played)}: mean return {returns.mean():.2f} "
+                    f"(min {returns.min():.2f}, max {returns.max():.2f}), {supervisor.seats_taken} slots taken"
+                )
+        tell(f"{supervisor.done or 'interrupted'}: {episodes} episodes")
+        if supervisor.done is None:
+            raise KeyboardInterrupt
+    return episodes
+
+
+def _tell_where(
+    supervisor: Supervisor, config: Config, listen: Listen | None, say: Callable[[str], None]
+) -> None:
+    """Where workers may attach."""
+    where = [f"unix://{supervisor.address}"]
+    where += [supervisor.listener.address] if supervisor.listener is not None else []
+    for place in where:
+        key = " --key FILE" if listen is not None and listen.keys and place == where[-1] else ""
+        say(f"workers may attach: seedrl attach {place} --env {config.env.id}{key}")
+    if listen is not None and listen.insecure and listen.keys is None:
+        say(f"INSECURE: whoever reaches {where[-1]} may attach, and nothing is encrypted")
+
+
 def probe(config: Config) -> EnvSpec:
     """The environment's spec, from a short-lived process that makes it."""
     env = config.env
@@ -332,7 +381,7 @@ def train(config_name: str, overrides: list[str], run_dir: Path | None, resume: 
 
 def serve(
     config_name: str, overrides: list[str], bind: str | None, run_dir: Path | None, resume: bool, listen: str | None,
-    keys: Path | None, insecure: bool,
+    keys: Path | None, insecure: bool, checkpoint: Path | None, greedy: bool,
 ) -> int:  # fmt: skip
     """The `serve` command; returns its exit code."""
     address = parse_unix(bind) if bind else None
@@ -343,6 +392,21 @@ def serve(
             do="give --listen tcp://HOST:PORT, or leave them out",
         )
     place = Listen(listen, keys, insecure) if listen else None
+    if checkpoint is not None:
+        if resume:
+            raise ConfigError(
+                what="--resume continues learning, and --checkpoint serves without a learner",
+                where="--checkpoint",
+                do="leave one of them out",
+            )
+        if not checkpoint.exists():
+            raise _no_such(checkpoint)
+        config = load_config(config_name, overrides)
+        serve_checkpoint(
+            config, checkpoint, run_dir=run_dir, name=Path(config_name).stem, address=address, listen=place, greedy=greedy,
+            say=lambda text: print(text, flush=True),
+        )  # fmt: skip
+        return 0
     return _fit_and_tell(
         config_name, overrides, run_dir, resume, workers=False, address=address, listen=place
     )
@@ -397,11 +461,7 @@ def evaluate(
 ) -> int:
     """The `eval` command; returns its exit code."""
     if not where.exists():
-        raise CheckpointError(
-            what=f"no such file or folder: {where}",
-            where=str(where),
-            do="give a run directory or a checkpoint",
-        )
+        raise _no_such(where)
     if video is not None:
         _need_encoder()
         video.mkdir(parents=True, exist_ok=True)
@@ -413,6 +473,14 @@ def evaluate(
         if video is not None:
             print(f"films in {video}")
     return 0
+
+
+def _no_such(where: Path) -> CheckpointError:
+    return CheckpointError(
+        what=f"no such file or folder: {where}",
+        where=str(where),
+        do="give a run directory or a checkpoint",
+    )
 
 
 def _need_encoder() -> None:

@@ -9,12 +9,14 @@ import signal
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from seedrl import host
 from seedrl.children import Child, Children
@@ -35,6 +37,7 @@ _START_S = 120.0  # a large policy, a slow disk: imports and allocation may take
 _RESPAWNS, _RESPAWN_WINDOW_S = 5, 60.0
 _LEARNER_GRACE_S = 6.0  # of the 10 s in which everything must be gone
 _TICK_S = 0.05
+_TELL_S = 5.0
 
 
 class Ended(Enum):
@@ -488,6 +491,25 @@ class Supervisor:
             if limit is not None and time.monotonic() - begin >= limit:
                 self.done = f"max_seconds {limit:g} reached"
         return Ended.INTERRUPTED if self.interrupted else Ended.DONE
+
+    def play_for_others(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Acts without a learner until the run's end or an interrupt; yields the episodes that ended, and steps, now and then."""
+        reader, run = EpisodeReader(self.board), self.config.run
+        self.enter(Phase.ACT)
+        self.running = True
+        begin = told = time.monotonic()
+        while self.done is None and not self.interrupted:
+            self.pump()
+            self.controls.tick()
+            now, steps = time.monotonic(), self.board.get("env_steps")
+            if run.max_seconds is not None and now - begin >= run.max_seconds:
+                self.done = f"max_seconds {run.max_seconds:g} reached"
+            if run.max_steps is not None and steps >= run.max_steps:
+                self.done = f"max_steps {run.max_steps} reached"
+            if now - told >= _TELL_S or self.done is not None or self.interrupted:
+                told = now
+                yield reader.read(), steps
+        self.running = False
 
     def stop_training(self) -> None:
         """Ends acting and learning: the engine lets go of all runs, the learner writes its checkpoint."""

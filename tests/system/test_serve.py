@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -224,3 +225,38 @@ def _python() -> str:
     import sys
 
     return sys.executable
+
+
+def test_a_checkpoint_is_served_without_a_learner(tmp_path: Path) -> None:
+    more = overrides("envs:SameAnswer", {}, "evaluation.episodes=0", "run.max_seconds=1")
+    code, text = seedrl("train", "cartpole", *more, "--run-dir", "run", cwd=tmp_path)
+    assert code == 0, text
+    for how in ("--greedy", "--sample"):
+        served = f"served{how}"
+        with Command("serve", "cartpole", "env.id=envs:SameAnswer", "run.max_steps=3000", "--checkpoint", "run", how,
+                     "--run-dir", served, "--listen", "tcp://127.0.0.1:0", cwd=tmp_path) as server:  # fmt: skip
+            server.until("attach tcp")
+            tcp = re.search(r"attach (tcp://\S+)", server.text())[1]
+            code, text = seedrl(
+                "attach",
+                tcp,
+                "--env",
+                "envs:SameAnswer",
+                "--envs-per-worker",
+                "4",
+                "--check",
+                "off",
+                cwd=tmp_path,
+            )
+            assert code == 0, text
+            assert server.wait(20) == 0
+        last = re.findall(r"mean return ([\d.]+) \(min ([\d.]+)", server.text())[-1]
+        assert (float(last[1]) == 10.0) == (how == "--greedy"), server.text()
+        assert (
+            "max_steps 3000 reached" in server.text()
+            and not list((tmp_path / served).glob("checkpoints/*"))
+        )
+    code, text = seedrl("serve", "cartpole", "--checkpoint", "nowhere", cwd=tmp_path)
+    assert code == 2 and "nowhere" in text
+    code, text = seedrl("serve", "cartpole", "--checkpoint", "run", cwd=tmp_path)
+    assert code == 2 and "another environment" in text
