@@ -280,7 +280,7 @@ class Gateway:
         if not isinstance(groups, list) or not 0 < len(groups) <= wire.MAX_GROUPS or not all(type(size) is int and 0 < size <= self.slab.layout.num_slots for size in groups):  # fmt: skip
             raise ProtocolError(what=f"'groups' is {groups!r:.60}, not 1 to {wire.MAX_GROUPS} sizes of at most {self.slab.layout.num_slots}")  # fmt: skip
         try:
-            spec = EnvSpec.from_dict(header["spec"])
+            spec = self.spec if header["spec"] is None else EnvSpec.from_dict(header["spec"])
         except Exception:
             raise ProtocolError(what="'spec' is no spec") from None
         hello = {

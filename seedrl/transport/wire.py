@@ -4,7 +4,7 @@ A message is a header, one msgpack map, and for rows one raw frame a leaf: littl
 group, `A`, `M` and `S` come from the server's spec.
 
     worker -> gateway
-      hello   v, token (16 random bytes), spec, groups [E, ...], env, host, pid, evaluation
+      hello   v, token (16 random bytes), spec (nil: as the server's), groups [E, ...], env, host, pid, evaluation
       step    g (group, from 0), n (step of the group, from 1), rtt_ns, env_ns, ended        then the frames
               each observation leaf [E, ...] in the spec's order; reward float32 [E]; flags uint8 [E, 4] (terminated, truncated, first,
               interrupted); mask uint8 [E, M] where spec.action_mask is "info"; with `ended`: episode_return float64 [E],
