@@ -488,8 +488,9 @@ class Door:
             )
         if self.refusing:
             raise LeaseRefused(what=self.refusing, do="attach to another server, or later")
+        lease.host, lease.peer = str(hello.get("host", "")), int(hello.get("pid", lease.pid))
+        where = f"worker of {lease.host or 'this host'}, pid {lease.peer}"
         sizes = [int(size) for size in hello["groups"]]
-        where = f"worker pid {lease.pid}"
         if not sizes or min(sizes) < 1 or len(sizes) > MAX_GROUPS_PER_WORKER:
             raise LeaseRefused(
                 what=f"groups of sizes {sizes} cannot be seated",
@@ -521,7 +522,6 @@ class Door:
         if index is None:
             index, self._next_index = self._next_index, self._next_index + 1
         lease.worker = int(index) + (int(hello.get("attempt", 0)) << ATTEMPT_SHIFT)
-        lease.host, lease.peer = str(hello.get("host", "")), int(hello.get("pid", lease.pid))
         lease.env, lease.evaluation = str(hello.get("env", "")), bool(hello.get("evaluation"))
         self._generation += 1
         base = self._generation << GENERATION_SHIFT

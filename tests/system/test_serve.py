@@ -252,9 +252,8 @@ def test_a_checkpoint_is_served_without_a_learner(tmp_path: Path) -> None:
             assert server.wait(20) == 0
         last = re.findall(r"mean return ([\d.]+) \(min ([\d.]+)", server.text())[-1]
         assert (float(last[1]) == 10.0) == (how == "--greedy"), server.text()
-        assert (
-            "max_steps 3000 reached" in server.text()
-            and not list((tmp_path / served).glob("checkpoints/*"))
+        assert "max_steps 3000 reached" in server.text() and not list(
+            (tmp_path / served).glob("checkpoints/*")
         )
     code, text = seedrl("serve", "cartpole", "--checkpoint", "nowhere", cwd=tmp_path)
     assert code == 2 and "nowhere" in text
