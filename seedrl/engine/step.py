@@ -41,6 +41,8 @@ class PolicyStep:
         self._device = device
         self._apart = device.type != "cpu" if apart is None else apart
         self._store_apart = self._apart and store_device == device
+        self._host = _from_device if self._apart else torch.Tensor.numpy
+        self._kept = _as_it_is if self._store_apart else self._host  # what the policy made, as the store takes it
         self.states = StateStore(policy.initial_state(1), slab.layout.num_slots, device)
         self._generator = torch.Generator(device).manual_seed(seed)
         self._stage: dict[str, np.ndarray] = {}
@@ -136,7 +138,7 @@ class PolicyStep:
     def answer(self, rows: np.ndarray) -> None:
         """Writes the actions, as the environments want them, into the slab."""
         for name, action in self.heads.to_env(self.actions).items():
-            self._slab.action[name][rows] = action.cpu().numpy()
+            self._slab.action[name][rows] = self._host(action)
 
     @torch.inference_mode()
     def columns(
@@ -147,15 +149,11 @@ class PolicyStep:
         Args: keep: positions of the batch to store (the others are evaluation rows), or None for all `count`.
         """
         columns = {name: column[:count] for name, column in self._columns.items()}
-        made = {f"action/{name}": action for name, action in self.actions.items()}
-        made["log_prob"], made["value"] = self._log_prob, self._value
-        if self._store_apart:
-            columns["version"].fill_(version)
-            columns |= made
-        else:
-            columns["version"].fill(version)
-            for name, leaf in made.items():
-                columns[name] = leaf.cpu().numpy()
+        kept = self._kept
+        (columns["version"].fill_ if self._store_apart else columns["version"].fill)(version)
+        for name, action in self.actions.items():
+            columns[f"action/{name}"] = kept(action)
+        columns["log_prob"], columns["value"] = kept(self._log_prob), kept(self._value)
         states = self._state_in
         if keep is not None:
             at = torch.from_numpy(keep).to(self._device)
@@ -164,6 +162,14 @@ class PolicyStep:
             }
             states = [leaf.index_select(0, at) for leaf in states]
         return columns, states
+
+
+def _from_device(leaf: Tensor) -> np.ndarray:
+    return leaf.cpu().numpy()
+
+
+def _as_it_is(leaf: Tensor) -> Tensor:
+    return leaf
 
 
 def _name_of(dtype: torch.dtype) -> str:
