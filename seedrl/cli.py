@@ -238,6 +238,11 @@ def main() -> None:
         if _debug:
             traceback.print_exc()
         sys.exit(report(error))
+    except ModuleNotFoundError as error:
+        if _debug:
+            traceback.print_exc()
+        what = f"this command needs {error.name}, which is not installed"
+        sys.exit(report(ConfigError(what=what, do="pip install 'seedrl[train]'")))
     except Exception as error:
         if _debug:
             traceback.print_exc()

@@ -42,7 +42,7 @@ def test_TightBox_never_leaves_the_box_and_reaches_its_far_end(
 ) -> None:
     result = play(
         tmp_path, "envs:TightBox", workers={"num": 2}, policy={"action_distribution": distribution}, algorithm={"entropy_cost": 1e-3, "gamma": 0.5},
-        run={"max_seconds": 45.0, "stop_at_return": 9.3}, learner={"learning_rate": 3e-3}, evaluation={"episodes": 50},
+        run={"max_seconds": 90.0, "stop_at_return": 9.3}, learner={"learning_rate": 1e-3, "max_grad_norm": 0.5}, evaluation={"episodes": 50},
     )  # fmt: skip
     assert result.evaluation is not None and result.evaluation.returns.mean() / 10 >= 0.9
     assert records(result.run_dir)[-1]["environment_faults"] == 0
