@@ -18,11 +18,7 @@ class Poles:
     """E carts at once; `rows` is what the protocol calls a step: the row after an episode's last is the next one's first."""
 
     def __init__(self):
-        self.rng, self.state, self.length = (
-            np.random.default_rng(),
-            np.zeros((E, 4), np.float32),
-            np.zeros(E, np.int64),
-        )
+        self.rng, self.state, self.length = np.random.default_rng(), np.zeros((E, 4), np.float32), np.zeros(E, np.int64)
         self.over, self.total = np.ones(E, bool), np.zeros(E)
 
     def rows(self, action):
@@ -32,14 +28,9 @@ class Poles:
         turn = (9.8 * sin - cos * pull) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
         after = self.state + 0.02 * np.stack([v, pull - 0.05 * turn * cos / 1.1, spin, turn], 1)
         first = self.over.copy()
-        self.state = np.where(first[:, None], self.rng.uniform(-0.05, 0.05, (E, 4)), after).astype(
-            np.float32
-        )
+        self.state = np.where(first[:, None], self.rng.uniform(-0.05, 0.05, (E, 4)), after).astype(np.float32)
         reward = np.where(first, 0, 1).astype(np.float32)
-        self.length, self.total = (
-            np.where(first, 0, self.length + 1),
-            np.where(first, 0, self.total + reward),
-        )
+        self.length, self.total = np.where(first, 0, self.length + 1), np.where(first, 0, self.total + reward)
         fell = ~first & ((abs(self.state[:, 0]) > 2.4) | (abs(self.state[:, 2]) > 0.2095))
         late = ~first & ~fell & (self.length >= 500)
         self.over = fell | late
@@ -53,20 +44,11 @@ def say(kind, *frames, **fields):
 
 
 def hello():
-    say(
-        "hello",
-        v=1,
-        token=token,
-        spec=None,
-        groups=[E],
-        env="poles",
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        evaluation=False,
-    )
+    say("hello", v=1, token=token, spec=None, groups=[E], env="poles", host=socket.gethostname(), pid=os.getpid(), evaluation=False)
 
 
 dealer, token, poles, n, answered = zmq.Context().socket(zmq.DEALER), os.urandom(16), Poles(), 0, 0
+sent, frames_sent = {}, []
 dealer.connect(ADDRESS)
 hello()
 while True:
@@ -83,9 +65,7 @@ while True:
         hello()
     elif header["t"] == "pong" and header["taken"][0] < n:
         say("step", *frames_sent, **sent)
-    elif (header["t"] == "welcome" and not n) or (
-        header["t"] == "answer" and header["n"] == n != answered
-    ):
+    elif (header["t"] == "welcome" and not n) or (header["t"] == "answer" and header["n"] == n != answered):
         answered, n = n, n + 1
         ended, frames_sent = poles.rows(np.frombuffer(frames[0], "<i8") if frames else np.zeros(E))
         sent = {"g": 0, "n": n, "rtt_ns": 0, "env_ns": 0, "ended": ended}

@@ -179,13 +179,9 @@ def keys(
     worker: Annotated[str, typer.Option(help="name of the worker that gets a key")] = "worker",
 ) -> None:
     """Make a server's key, and one for a worker that may attach to it."""
-    from seedrl.transport.wire import make_keys
+    from seedrl.join import keys as run_keys
 
-    for path in make_keys(folder, worker):
-        typer.echo(path)
-    typer.echo(
-        f"serve with --keys {folder}; copy {folder / worker}.key to the workers' host and attach with --key {worker}.key"
-    )
+    _run(run_keys, folder, worker)
 
 
 @app.command("eval")

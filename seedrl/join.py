@@ -13,10 +13,20 @@ from typing import Any
 
 from seedrl.children import Child, Children
 from seedrl.errors import ConfigError
-from seedrl.transport.wire import is_remote, load_key
+from seedrl.transport.wire import is_remote, load_key, make_keys
 from seedrl.worker.envs import probe_spec
 
 _GRACE_S = 2.0
+
+
+def keys(folder: Path, worker: str) -> int:
+    """The `keys` command; returns its exit code."""
+    for path in make_keys(folder, worker):
+        print(path)
+    print(
+        f"serve with --keys {folder}; copy {folder / worker}.key to the workers' host and attach with --key {worker}.key"
+    )
+    return 0
 
 
 def attach(

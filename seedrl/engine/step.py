@@ -42,7 +42,9 @@ class PolicyStep:
         self._apart = device.type != "cpu" if apart is None else apart
         self._store_apart = self._apart and store_device == device
         self._host = _from_device if self._apart else torch.Tensor.numpy
-        self._kept = _as_it_is if self._store_apart else self._host  # what the policy made, as the store takes it
+        self._kept = (
+            _as_it_is if self._store_apart else self._host
+        )  # what the policy made, as the store takes it
         self.states = StateStore(policy.initial_state(1), slab.layout.num_slots, device)
         self._generator = torch.Generator(device).manual_seed(seed)
         self._stage: dict[str, np.ndarray] = {}
