@@ -64,7 +64,7 @@ def attach(
             child = children.start("worker", "seedrl.worker.loop", [
                 "--address", address, "--env", env, "--env-kwargs", json.dumps(kwargs), "--envs", str(envs_per_worker),
                 "--groups", str(groups), "--check", check, "--on-nan", on_nan, "--reconnect-s", str(reconnect_s),
-                "--supervised", "--parent", str(os.getpid()), *(["--action-mask", mask] if mask else []),
+                "--say", "--supervised", "--parent", str(os.getpid()), *(["--action-mask", mask] if mask else []),
                 *(["--key", str(key)] if key else []),
             ])  # fmt: skip
             selector.register(child.pidfd, selectors.EVENT_READ, child)

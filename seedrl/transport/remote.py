@@ -96,6 +96,7 @@ class RemoteLink:
         self._heartbeat_s, self._lease_s = wire.HEARTBEAT_S, wire.LEASE_S
         self._pinged_s = time.monotonic()
         self._unheard_s: float | None = None  # since when something was asked that nothing answers
+        self.round_trip_s: float | None = None  # of the first sign of life
         self._hello_due_s: float | None = 0.0
         self._hello_pause_s = _HELLO_S
 
@@ -157,6 +158,8 @@ class RemoteLink:
             group = self.groups[wire.integer(header, "g", 0, len(self.groups) - 1)]
             group.take(wire.integer(header, "n", 1, 2**31 - 1), frames[1:])
         elif kind == "pong" and self.groups:
+            if self.round_trip_s is None:
+                self.round_trip_s = time.monotonic() - self._pinged_s
             for group, taken in zip(self.groups, header["taken"], strict=True):
                 if group.waits > taken:
                     group.send()
@@ -194,6 +197,8 @@ class RemoteLink:
                 )
                 for number, (start, size) in enumerate(zip(starts, sizes, strict=False))
             ]
+            self._pinged_s = time.monotonic()
+            self._ask(self._pinged_s, wire.pack("ping", waits=[0] * len(sizes)))
             return
         if not header.get("resumed") and any(group.sent for group in self.groups):
             self._over = (
@@ -302,7 +307,7 @@ def connect(
     link = RemoteLink(address, hello, key)
     try:
         begin = time.monotonic()
-        while not link.groups:
+        while not link.groups or link.round_trip_s is None:
             if not link.pump(0.1) or time.monotonic() - begin > timeout_s:
                 raise AddressError(
                     what=f"nobody answers at {address}", where=address,

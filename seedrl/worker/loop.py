@@ -141,6 +141,8 @@ class Worker:
             **({} if arguments.index is None else {"index": arguments.index}),
         }  # fmt: skip
         self.link = link = self._connect(hello)
+        if arguments.say:
+            self._say_what_is_seen(link)
         self.seed_parts = (link.seed, arguments.evaluation, link.worker)
         if self.groups:
             for group, seats in zip(self.groups, link.groups, strict=True):
@@ -171,6 +173,16 @@ class Worker:
                     )
                 )
             at += size
+
+    def _say_what_is_seen(self, link: Lease) -> None:
+        observation = ", ".join(leaf.text() for leaf in link.spec.observation)
+        action = ", ".join(leaf.text() for leaf in link.spec.action)
+        round_trip_s = getattr(link, "round_trip_s", None)
+        away = f", round trip {1e3 * round_trip_s:.1f} ms" if round_trip_s is not None else ""
+        print(
+            f"worker {link.worker} at {self.arguments.address}: {sum(self.sizes)} slots in {len(self.sizes)} groups, {observation} -> {action}{away}",
+            flush=True,
+        )
 
     def _seed(self, begin: int, seat: int, *extra: int) -> int:
         run_seed, evaluation, worker = self.seed_parts
@@ -289,6 +301,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--reconnect-s", type=float, default=0.0)
     parse.add_argument("--video", default=None)
     parse.add_argument("--video-episodes", type=int, default=1)
+    parse.add_argument("--say", action="store_true")
     parse.add_argument("--supervised", action="store_true")
     parse.add_argument("--parent", type=int, default=None)
     return parse

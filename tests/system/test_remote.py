@@ -133,8 +133,9 @@ def test_a_worker_that_may_not_come_in_is_told_why_in_one_line(tmp_path: Path) -
         assert code == 2 and "[2] here" in text and "[4] there" in text
         with Command(
             "attach", address, "--env", "CartPole-v1", "--key", "keys/worker.key", cwd=tmp_path
-        ):
+        ) as worker:
             server.until("attached: 8 slots")
+            worker.until("8 slots in 2 groups, float32 [4] -> int64 [], round trip")
         log = (tmp_path / "run/logs/gateway.txt").read_text()
         assert "its key is not on the allow-list" in log and len(log.splitlines()) < 60
 
