@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install train test lint bench truths soak docs gpu-check clean
+.PHONY: install train test lint bench truths crowd soak docs gpu-check clean
 
 install: $(STAMP)
 
@@ -24,6 +24,11 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# many workers: 200 connections of 10 environments at 10 Hz for two minutes; 500 comings and goings; two minutes of a bad network
+crowd: install
+	SEEDRL_CROWD=200x10x120 SEEDRL_CYCLES=500 $(BIN)/python -m pytest -q tests/system/test_many.py
+	SEEDRL_PROXY_SECONDS=120 $(BIN)/python -m pytest -q tests/system/test_remote.py -k "bad_network"
 
 # side by side with a plain loop: minutes, on an idle machine
 bench: install

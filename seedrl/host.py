@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import platform
+import resource
 import signal
 import sys
 import time
@@ -36,6 +37,23 @@ def memfd(name: str, size_bytes: int) -> int:
     os.ftruncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd
+
+
+def allow_descriptors(needed: int) -> None:
+    """Raises this process's limit of open descriptors to at least `needed`, for its children too.
+
+    Raises: ConfigError when the system's own limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            what=f"{needed} descriptors are needed, and {hard} allowed",
+            where="the limit of open files (ulimit -Hn)",
+            do=f"ulimit -n {needed}, or fewer batching.max_slots",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def map_shared(fd: int, size_bytes: int) -> mmap.mmap:

@@ -38,6 +38,7 @@ _RESPAWNS, _RESPAWN_WINDOW_S = 5, 60.0
 _LEARNER_GRACE_S = 6.0  # of the 10 s in which everything must be gone
 _TICK_S = 0.05
 _TELL_S = 5.0
+_OTHER_DESCRIPTORS = 128
 
 
 class Ended(Enum):
@@ -115,6 +116,9 @@ class Supervisor:
 
     def _open(self) -> None:
         stats = len(self.spec.stats)
+        host.allow_descriptors(
+            3 * self.layout.num_groups + _OTHER_DESCRIPTORS
+        )  # a bell each, and a worker or two
         self._slab_fd = host.memfd("slab", self.layout.nbytes)
         self.slab = Slab(host.map_shared(self._slab_fd, self.layout.nbytes), self.layout)
         self._board_fd = host.memfd("board", Board.nbytes(stats))
