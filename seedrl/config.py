@@ -101,6 +101,9 @@ class Workers(Section):
     groups: int = Field(2, ge=1, le=64, description=
         "Parts into which a worker's environments fall; one is stepped while another waits for actions. 2 hide that "
         "wait; 1 saves wake-ups.")
+    lease_s: float = Field(120.0, ge=1, le=86_400, description=
+        "Seconds without a step after which a worker's seats are given back, and a worker of the run's own is started anew; more "
+        "than the slowest step or reset. 120 outlasts most simulators.")
 
 
 class Batching(Section):
@@ -236,8 +239,6 @@ class Gateway(Section):
 
     heartbeat_s: float = Field(1.0, ge=0.05, le=60, description=
         "Seconds between a waiting worker's signs of life, with which lost messages are asked for again. 1 costs nothing.")
-    lease_s: float = Field(30.0, ge=1, le=86_400, description=
-        "Seconds of silence after which a worker's seats are given back; more than its slowest step. 30 outlasts most simulators.")
 
 
 class Run(Section):

@@ -149,7 +149,7 @@ class Controls:
             {
                 "worker": lease.worker, "env": lease.env, "host": lease.host, "pid": lease.peer, "evaluation": lease.evaluation,
                 "slots": sum(int(slab.lease[group, SIZE]) for group in lease.groups), "groups": len(lease.groups),
-                "remote": lease.pid != lease.peer,
+                "remote": supervisor.is_remote(lease),
             }
             for lease in door.leases.values() if lease.attached
         ]  # fmt: skip

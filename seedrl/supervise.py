@@ -30,7 +30,20 @@ from seedrl.store.board import Board, EpisodeReader
 from seedrl.transport import doorbell
 from seedrl.transport.attach import Door, Lease
 from seedrl.transport.channel import Channel
-from seedrl.transport.slab import PHASE, SIZE, START, STOP, SUPERVISOR_LINE, Phase, Slab, SlabLayout
+from seedrl.transport.slab import (
+    AT_SEAT,
+    BASE,
+    LEASED,
+    PHASE,
+    SEQUENCE,
+    SIZE,
+    START,
+    STOP,
+    SUPERVISOR_LINE,
+    Phase,
+    Slab,
+    SlabLayout,
+)
 
 MAX_GROUPS = 512
 _START_S = 120.0  # a large policy, a slow disk: imports and allocation may take so long
@@ -98,6 +111,8 @@ class Supervisor:
         self.controls = Controls(self)
         self.phase = Phase.WAIT
         self.running = False  # between the first answer and the end of training
+        self._last_asked = np.zeros(self.layout.num_groups, np.int64)
+        self._moved_s = np.full(self.layout.num_groups, time.monotonic())
         self.last_round: Evaluation | None = None
         self._playing: _Playing | None = None
         self._next_round_s = 0.0
@@ -172,7 +187,7 @@ class Supervisor:
         gateway = self.config.gateway
         message = {
             "spec": self.spec.to_dict(), "num_slots": self.layout.num_slots, "num_groups": self.layout.num_groups,
-            "door": f"unix://{self.address.absolute()}", "heartbeat_s": gateway.heartbeat_s, "lease_s": gateway.lease_s,
+            "door": f"unix://{self.address.absolute()}", "heartbeat_s": gateway.heartbeat_s, "lease_s": self.config.workers.lease_s,
         }  # fmt: skip
 
         def fail(error: SeedrlError) -> None:
@@ -349,6 +364,10 @@ class Supervisor:
         elif kind == "warning":
             self._say(f"{name}: {report.get('message')}")
 
+    def is_remote(self, lease: Lease) -> bool:
+        """Whether the gateway holds it for a worker of another host."""
+        return self.listener is not None and lease.pid == self.listener.child.pid
+
     def own_pids(self) -> set[int]:
         """Of the workers that this run started itself."""
         return {worker.child.pid for worker in self._workers if worker.child is not None}
@@ -491,6 +510,7 @@ class Supervisor:
         while not self.done and not self.interrupted:
             self.pump()
             self.controls.tick()
+            self._mind_the_silent()
             self._evaluate_in_turn()
             if limit is not None and time.monotonic() - begin >= limit:
                 self.done = f"max_seconds {limit:g} reached"
@@ -505,6 +525,7 @@ class Supervisor:
         while self.done is None and not self.interrupted:
             self.pump()
             self.controls.tick()
+            self._mind_the_silent()
             now, steps = time.monotonic(), self.board.get("env_steps")
             if run.max_seconds is not None and now - begin >= run.max_seconds:
                 self.done = f"max_seconds {run.max_seconds:g} reached"
@@ -564,6 +585,32 @@ class Supervisor:
             if self.interrupted:
                 raise KeyboardInterrupt
         return playing.end()
+
+    def _mind_the_silent(self) -> None:
+        """Takes the seats of workers that have not taken a step for `workers.lease_s`; those of the run's own are started anew."""
+        now, slab = time.monotonic(), self.slab
+        asked, answered = slab.asked[:, SEQUENCE], slab.answered[:, SEQUENCE]
+        theirs = (slab.lease[:, LEASED] != 0) & (asked <= np.maximum(answered, slab.lease[:, BASE]))
+        moved = (asked != self._last_asked) | ~theirs  # what waits for the engine is not silent
+        self._last_asked[:], self._moved_s[moved] = asked, now
+        if not (now - self._moved_s > self.config.workers.lease_s).any():
+            return
+        for lease in list(self.door.leases.values()):
+            if not lease.groups or self.is_remote(lease):  # the gateway minds its own
+                continue
+            silent_s = now - self._moved_s[lease.groups]
+            number = int(silent_s.argmax())  # the one whose turn came first: the worker is in there
+            if silent_s[number] > self.config.workers.lease_s:
+                seat = int(slab.asked[lease.groups[number], AT_SEAT])
+                self._say(
+                    f"worker {lease.worker}, {lease.env}: group {number}, seat {seat} has not come back from its step for "
+                    f"{silent_s[number]:.0f} s; its seats are given back"
+                )
+                self._moved_s[lease.groups] = now
+                if lease.pid in self.own_pids():
+                    os.kill(lease.pid, signal.SIGKILL)
+                else:
+                    self.door.end(lease.fd)
 
     def _evaluate_in_turn(self) -> None:
         """Every `evaluation.every_s` seconds: a round beside the training."""

@@ -124,7 +124,7 @@ class GroupLink:
     ) -> None:
         group = fields["group"]
         self.group, self.size, self.evaluation = group, fields["size"], evaluation
-        self.view: GroupView = slab.group_view(fields["start"], fields["size"])
+        self.view: GroupView = slab.group_view(fields["start"], fields["size"], group)
         self._asked, self._answered = slab.asked[group], slab.answered[group]
         self._stop = slab.control[SUPERVISOR_LINE]
         self._bell, self._door = bell, door

@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from seedrl.errors import AddressError, LeaseRefused, from_wire
 from seedrl.spec import EnvSpec
 from seedrl.transport import wire
-from seedrl.transport.slab import GroupView, Slab, SlabLayout
+from seedrl.transport.slab import GroupView, own_rows
 
 _ATTEMPT_S = 2.0  # for a first answer
 _HELLO_S, _LONGEST_HELLO_S = 0.1, 1.0  # between hellos: doubled, and never in step with others
@@ -188,14 +187,10 @@ class RemoteLink:
                 header["lease_ms"] * 1e-3,
             )
             sizes: list[int] = self._hello["groups"]
-            layout = SlabLayout.of(self.spec, sum(sizes), len(sizes))
-            slab = Slab(np.zeros(layout.nbytes, np.uint8), layout)  # of this process alone
-            starts = np.cumsum([0, *sizes]).tolist()
+            evaluation = bool(self._hello.get("evaluation"))
             self.groups = [
-                RemoteGroup(
-                    self, number, slab.group_view(start, size), bool(self._hello.get("evaluation"))
-                )
-                for number, (start, size) in enumerate(zip(starts, sizes, strict=False))
+                RemoteGroup(self, number, view, evaluation)
+                for number, view in enumerate(own_rows(self.spec, sizes))
             ]
             self._pinged_s = time.monotonic()
             self._ask(self._pinged_s, wire.pack("ping", waits=[0] * len(sizes)))

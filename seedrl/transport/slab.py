@@ -5,7 +5,7 @@ Bytes, in this order, each array from a multiple of 128 bytes (a pair of cache l
     control   int64 [2, 16]     door_epoch | stop phase     one line each; written by the door, by the supervisor
     lease     int64 [G, 16]     generation leased start size evaluation worker base said_bye   written by the door
     drained   int64 [G, 16]     generation                                              written by the engine
-    asked     int64 [G, 16]     sequence published_ns rtt_ns step_ns                    written by the worker
+    asked     int64 [G, 16]     sequence published_ns rtt_ns step_ns at_seat            written by the worker
     answered  int64 [G, 16]     sequence                                                written by the engine
     per slot: observation leaves, reward, flags [N, 4], episode_return, episode_length, stats, mask, action leaves
 
@@ -37,7 +37,7 @@ DOOR_LINE, SUPERVISOR_LINE = 0, 1  # lines of `control`
 DOOR_EPOCH = 0
 STOP, PHASE = 0, 1
 GENERATION, LEASED, START, SIZE, EVALUATION, WORKER, BASE, SAID_BYE = range(8)
-SEQUENCE, PUBLISHED_NS, RTT_NS, STEP_NS = range(4)
+SEQUENCE, PUBLISHED_NS, RTT_NS, STEP_NS, AT_SEAT = range(5)
 
 
 class Phase(IntEnum):
@@ -117,9 +117,9 @@ class Slab:
         )
         self.stats, self.mask = arrays["stats"], arrays["mask"]
 
-    def group_view(self, start: int, size: int) -> GroupView:
+    def group_view(self, start: int, size: int, group: int = 0) -> GroupView:
         """The rows of one group, as its worker sees them."""
-        return GroupView(self, slice(start, start + size))
+        return GroupView(self, slice(start, start + size), group)
 
 
 class GroupView:
@@ -127,12 +127,14 @@ class GroupView:
 
     obs[leaf] [E, ...]; reward float32 [E]; terminated, truncated, first, interrupted uint8 [E];
     episode_return float64 [E]; episode_length int64 [E]; stats float32 [E, S]; mask uint8 [E, M] or None;
-    action[leaf] [E, ...].
+    action[leaf] [E, ...]; at_seat int64 [1]: the seat whose environment is being stepped.
     """
 
-    def __init__(self, slab: Slab, rows: slice) -> None:
+    def __init__(self, slab: Slab, rows: slice, group: int) -> None:
         self.obs = {name: array[rows] for name, array in slab.obs.items()}
         self.action = {name: array[rows] for name, array in slab.action.items()}
+        # a memoryview: set in a third of an array's time
+        self.at_seat = memoryview(slab.asked[group, AT_SEAT : AT_SEAT + 1])  # type: ignore[arg-type]
         self.reward = slab.reward[rows]
         flags = slab.flags[rows]
         self.flags = flags
@@ -145,3 +147,14 @@ class GroupView:
         )
         self.stats = slab.stats[rows]
         self.mask = slab.mask[rows] if slab.mask.shape[1] else None
+
+
+def own_rows(spec: EnvSpec, sizes: list[int]) -> list[GroupView]:
+    """Rows of groups of these sizes in this process's own memory, zeroed: what crosses the network, or a trial."""
+    layout = SlabLayout.of(spec, sum(sizes), len(sizes))
+    slab = Slab(np.zeros(layout.nbytes, np.uint8), layout)
+    starts = np.cumsum([0, *sizes]).tolist()
+    return [
+        slab.group_view(start, size, group)
+        for group, (start, size) in enumerate(zip(starts, sizes, strict=False))
+    ]

@@ -7,37 +7,18 @@ Evaluation seats are not tried: an environment may remember what was done to it.
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from seedrl.errors import EnvError, SpecError
 from seedrl.spec import EnvSpec, flatteners, leaf_spaces, unflatten, unflatten_action
+from seedrl.transport.slab import own_rows
 from seedrl.worker.envs import class_name, env_error, is_vector, single_spaces, spec_of
 from seedrl.worker.group import not_next_step, require_next_step
 from seedrl.worker.seam import PLAIN, Seam, as_reward
 
 LEVELS = ("strict", "warn", "off")
-
-
-def scratch_view(spec: EnvSpec, size: int) -> Any:
-    """Rows of a group of `size` in ordinary memory, with the attributes of the transport's `GroupView`."""
-    flags = np.zeros((size, 4), np.uint8)
-    return SimpleNamespace(
-        obs={leaf.name: np.zeros((size, *leaf.shape), leaf.dtype) for leaf in spec.observation},
-        action={leaf.name: np.zeros((size, *leaf.shape), leaf.dtype) for leaf in spec.action},
-        reward=np.zeros(size, np.float32),
-        flags=flags,
-        terminated=flags[:, 0],
-        truncated=flags[:, 1],
-        first=flags[:, 2],
-        interrupted=flags[:, 3],
-        episode_return=np.zeros(size, np.float64),
-        episode_length=np.zeros(size, np.int64),
-        stats=np.zeros((size, len(spec.stats)), np.float32),
-        mask=np.zeros((size, spec.mask_size), np.uint8) if spec.mask_size else None,
-    )
 
 
 def require_same_spec(env: Any, spec: EnvSpec, where: str) -> None:
@@ -95,7 +76,7 @@ class _Trial:
         self.vector = is_vector(env)
         self.size = int(env.num_envs) if self.vector else 1
         observation_space, self.action_space = single_spaces(env)
-        self.view = scratch_view(spec, self.size)
+        self.view = own_rows(spec, [self.size])[0]
         self.seam = Seam(spec, observation_space, self.view, self.where)
         self.getters = flatteners(observation_space)
         self.boxes = [
@@ -195,6 +176,7 @@ class _Trial:
                 chosen = []
                 for start in leaf.start:
                     begin, stop = next(segments)
+                    assert self.view.mask is not None
                     legal = np.flatnonzero(self.view.mask[seat, begin:stop])
                     chosen.append(start + int(self.rng.choice(legal)))
                 leaves[index] = np.array(chosen, leaf.dtype).reshape(leaf.shape)

@@ -206,6 +206,7 @@ class Group(_Rows):
         """Resets every environment and writes first rows; `seeded` only at the very first reset of their lives."""
         self._clear_flags()
         for seat in range(self.size):
+            self.view.at_seat[0] = seat
             self._begin(seat, self._seed(seat) if seeded else None, interrupted=False)
         self._account()
 
@@ -213,12 +214,14 @@ class Group(_Rows):
         """Takes the answered actions, steps or resets each environment, and completes the group's next rows."""
         seam, over, rewards = self._seam, self._over, self._rewards
         column, dtype, shape = seam.single_column, seam.single_dtype, seam.single_shape
+        at_seat = self.view.at_seat
         mask_in_info, write, array, plain = seam.mask_in_info, seam.write, np.ndarray, PLAIN
         actions = self._split_actions(self._actions_in)
         self._clear_flags()
         seat = -1
         for step, action in zip(self._steps, actions, strict=True):
             seat += 1
+            at_seat[0] = seat
             if over[seat]:
                 self._begin(seat, None, interrupted=False)
                 continue

@@ -60,7 +60,7 @@ def test_case_1_over_the_network_no_mixing(tmp_path: Path, scheme: str) -> None:
 
 
 def test_a_bad_network_costs_time_and_no_row(tmp_path: Path) -> None:
-    config = _echo(tmp_path, gateway={"heartbeat_s": 0.1, "lease_s": 20})
+    config = _echo(tmp_path, gateway={"heartbeat_s": 0.1})
     with Harness(config, tmp_path, num_slots=64, listen=Listen("tcp://127.0.0.1:0")) as run:
         run.start()
         with Proxy(
@@ -212,7 +212,7 @@ def _wait(reached: Callable[[], bool], limit_s: float = 40.0) -> None:
 
 
 def test_a_hanging_worker_loses_its_seats_and_the_others_go_on(tmp_path: Path) -> None:
-    with _serve(tmp_path, "gateway.lease_s=2", "gateway.heartbeat_s=0.2") as server:
+    with _serve(tmp_path, "workers.lease_s=2", "gateway.heartbeat_s=0.2") as server:
         address = _address(server)
         attach = ("attach", address, "--env", "CartPole-v1", "--envs-per-worker", "4")
         with Command(*attach, cwd=tmp_path) as stuck, Command(*attach, cwd=tmp_path):
@@ -300,3 +300,52 @@ def test_a_simulator_without_this_package_trains_cartpole(tmp_path: Path, langua
         assert f"reached {ENOUGH}" in server.text(), server.text()
         assert client.wait(10) == 0 and "steps of 16 carts" in client.text(), client.text()
     assert "DO NOT BALANCE" not in server.text()
+
+
+@pytest.mark.parametrize("case", ["6", "8 and 9"])
+def test_cases_over_tcp(tmp_path: Path, case: str) -> None:
+    listen = Listen("tcp://127.0.0.1:0")
+    if case == "6":
+        workers = {"num": 2, "envs_per_worker": 4, "groups": 2}
+        config = config_of(
+            {"id": "system_envs:Counted"},
+            "count",
+            workers,
+            learner={"unroll_length": 12, "batch_size": 4},
+        )
+        with Harness(config, tmp_path, num_slots=8, listen=listen) as run:
+            run.start()
+            run.begin_remote(run.listener.address, 2)
+            for _ in range(40):
+                batch = run.sample(4)
+                step = batch.obs["observation"][..., 1]
+                assert (batch.actions["action"] == step.long()).all() and (
+                    batch.value == step
+                ).all()
+        return
+    config = _echo(tmp_path, gateway={"heartbeat_s": 0.1})
+    config.workers.lease_s = 1.5
+    with Harness(config, tmp_path, num_slots=64, listen=listen) as run:
+        run.start()
+        run.begin_remote(run.listener.address, 2)
+        ledger = Ledger(20)
+        for round_ in range(2):
+            for _ in range(40):
+                ledger.check(run.sample(8))
+            victim = next(
+                child for child in run.children.living() if child.name.startswith("remote")
+            )
+            os.kill(victim.pid, signal.SIGKILL)
+            run.children.bury(victim)
+            said, deadline = round_ + 1, time.monotonic() + 20
+            while sum("nothing was heard of it for 1.5 s" in text for text in run.said) < said:
+                ledger.check(run.sample(8))  # the other goes on
+                assert time.monotonic() < deadline, run.said
+            run.begin_remote(run.listener.address, 1)
+        for _ in range(40):
+            ledger.check(run.sample(8))
+        acted, _ = run.finish()
+        while (batch := run.reader.sample(1, timeout_s=0)) is not None:
+            ledger.check(batch)
+    assert _balances(acted) and acted["stored"] == ledger.rows
+    assert 0 < acted["worker_died"] + acted["detached"] <= 2 * 16 * 21

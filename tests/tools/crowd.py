@@ -6,12 +6,11 @@ import os
 import time
 from typing import Any
 
-import numpy as np
 import zmq
 
 from seedrl.spec import EnvSpec
 from seedrl.transport import wire
-from seedrl.transport.slab import Slab, SlabLayout
+from seedrl.transport.slab import own_rows
 
 
 class Member:
@@ -39,8 +38,7 @@ class Member:
 
     def seat(self, header: dict[str, Any]) -> None:
         spec = EnvSpec.from_dict(header["spec"])
-        layout = SlabLayout.of(spec, self.size, 1)
-        self.view = Slab(np.zeros(layout.nbytes, np.uint8), layout).group_view(0, self.size)
+        (self.view,) = own_rows(spec, [self.size])
         self.frames, self.seated = wire.Frames(spec, self.view), True
         self.view.first[...] = 1
 

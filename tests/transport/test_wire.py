@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seedrl.errors import AddressError, ConfigError, ProtocolError
 from seedrl.spec import spec_from_spaces
 from seedrl.transport import wire
-from seedrl.transport.slab import Slab, SlabLayout
+from seedrl.transport.slab import own_rows
 
 SPEC = spec_from_spaces(
     spaces.Dict({
@@ -26,8 +26,7 @@ SPEC = spec_from_spaces(
 
 
 def rows(size: int) -> tuple[wire.Frames, object]:
-    layout = SlabLayout.of(SPEC, size, 1)
-    view = Slab(np.zeros(layout.nbytes, np.uint8), layout).group_view(0, size)
+    (view,) = own_rows(SPEC, [size])
     return wire.Frames(SPEC, view), view
 
 

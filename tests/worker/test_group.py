@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import envs
 from seedrl.errors import EnvError
 from seedrl.spec import EnvSpec
-from seedrl.worker.check import scratch_view
+from seedrl.transport.slab import own_rows
 from seedrl.worker.envs import spec_of
 from seedrl.worker.group import Group, RebuildBudget, Rules, VectorGroup, seat_seed
 
@@ -25,7 +25,7 @@ class Table:
     ) -> None:  # fmt: skip
         made = [make()] if vector else [make() for _ in range(size)]
         self.spec: EnvSpec = spec_of(made[0], "x", mask, stats)
-        self.view = scratch_view(self.spec, size)
+        self.view = own_rows(self.spec, [size])[0]
         rules = Rules(on_nan, RebuildBudget(rebuilds), "worker 3")
         build, envs_ = (VectorGroup, made[0]) if vector else (Group, made)
         self.group: Any = build(
