@@ -16,7 +16,7 @@ from seedrl.transport.slab import SIZE, Phase
 
 if TYPE_CHECKING:
     from seedrl.supervise import Supervisor
-    from seedrl.transport.attach import Lease
+    from seedrl.transport.door import Lease
 
 VERBS = ("status", "pause", "resume", "drain", "kick")
 MODES = ("keep", "wait", "abort")

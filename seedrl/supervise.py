@@ -28,8 +28,8 @@ from seedrl.listen import Listen, Listener
 from seedrl.spec import EnvSpec
 from seedrl.store.board import Board, EpisodeReader
 from seedrl.transport import doorbell
-from seedrl.transport.attach import Door, Lease
 from seedrl.transport.channel import Channel
+from seedrl.transport.door import Door, Lease
 from seedrl.transport.slab import (
     AT_SEAT,
     BASE,

@@ -1,4 +1,4 @@
-"""A worker's end of the network: the calls of `attach.Link`, over ZeroMQ (`wire.py`). Lost messages, lost connections and a server
+"""A worker's end of the network: the calls of `link.Link`, over ZeroMQ (`wire.py`). Lost messages, lost connections and a server
 that is away for less than the lease are healed in `wait`; nobody above notices more than the time.
 """
 
@@ -296,7 +296,7 @@ def connect(
 ) -> RemoteLink:
     """Asks the server at `tcp://HOST:PORT` for seats.
 
-    Args: hello: as of `attach.connect`. key: the worker's key file, where the server has keys.
+    Args: hello: as of `link.connect`. key: the worker's key file, where the server has keys.
     Raises: AddressError when nobody answers; LeaseRefused, SpecError, ... as the server says.
     """
     link = RemoteLink(address, hello, key)

@@ -25,6 +25,7 @@ from seedrl import host
 from seedrl.errors import AddressError, ConfigError, EnvError, SeedrlError
 from seedrl.spec import EnvSpec
 from seedrl.transport import attach
+from seedrl.transport.link import connect
 from seedrl.worker.check import check_env, require_same_spec
 from seedrl.worker.envs import close_all, is_vector, make_env, spec_of
 from seedrl.worker.group import TRIAL, Group, RebuildBudget, Rules, VectorGroup, seat_seed
@@ -36,7 +37,7 @@ _BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 1.0
 
 
 class Lease(Protocol):
-    """What a worker needs of a lease: `attach.Link` over shared memory, `remote.RemoteLink` over the network."""
+    """What a worker needs of a lease: `link.Link` over shared memory, `remote.RemoteLink` over the network."""
 
     spec: EnvSpec
     seed: int
@@ -191,7 +192,7 @@ class Worker:
     def _knock(self, hello: dict[str, Any]) -> Lease:
         arguments = self.arguments
         if arguments.address.startswith("unix://"):
-            return attach.connect(arguments.address, hello)
+            return connect(arguments.address, hello)
         from seedrl.transport import remote  # ZeroMQ only where it is used
 
         return remote.connect(arguments.address, hello, key=arguments.key)

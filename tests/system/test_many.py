@@ -15,7 +15,7 @@ import zmq
 
 from crowd import Crowd, Member
 from runs import Command, overrides, records, seedrl
-from seedrl.transport import attach
+from seedrl.transport import link
 from seedrl.worker.envs import probe_spec
 
 CONNECTIONS, ENVS, SECONDS = (
@@ -101,7 +101,7 @@ def test_comings_and_goings_leak_no_seat_descriptor_or_memory(tmp_path: Path) ->
             server.until("attached: 4 slots")
             counts, memory = [], []
             for number in range(CYCLES):
-                local = attach.connect(f"unix://{tmp_path}/run/door.sock", hello)
+                local = link.connect(f"unix://{tmp_path}/run/door.sock", hello)
                 for group in local.groups:
                     group.view.flags[...] = 0
                     group.view.first[...] = 1

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from seedrl import host
 from seedrl.errors import AddressError, LeaseRefused, ProtocolError, SeedrlError, SpecError
 from seedrl.spec import spec_from_spaces
-from seedrl.transport import attach, doorbell
-from seedrl.transport.attach import Door, connect
+from seedrl.transport import attach, door, doorbell
+from seedrl.transport.door import Door
+from seedrl.transport.link import connect
 from seedrl.transport.slab import (
     DOOR_EPOCH,
     DOOR_LINE,
@@ -215,8 +216,8 @@ def test_callers_that_say_nothing_are_few_and_shown_out(
         caller.connect(str(house.door.path))
         callers.append(caller)
         house.serve(0.002)
-    assert len(house.door.leases) == attach._MAX_SILENT
-    monkeypatch.setattr(attach, "_HELLO_S", 0.0)
+    assert len(house.door.leases) == door._MAX_SILENT
+    monkeypatch.setattr(door, "_HELLO_S", 0.0)
     house.serve(0.05)
     assert not house.door.leases
     for caller in callers:

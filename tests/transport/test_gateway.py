@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from seedrl import host
 from seedrl.spec import spec_from_spaces
 from seedrl.transport import doorbell, wire
-from seedrl.transport.attach import Door
+from seedrl.transport.door import Door
 from seedrl.transport.gateway import Gateway
 from seedrl.transport.slab import BASE, LEASED, SEQUENCE, STOP, SUPERVISOR_LINE, Slab, SlabLayout
 
