@@ -130,6 +130,9 @@ def attach(
     reconnect_s: Annotated[
         float, typer.Option(min=0, help="go on trying so long when the server is gone")
     ] = 60.0,
+    on_reconnect: Annotated[
+        str, typer.Option(help="episodes under way when a server was lost: reset | keep")
+    ] = "reset",
     key: Annotated[
         Path | None, typer.Option(help="this worker's key, where the server has keys")
     ] = None,
@@ -155,6 +158,7 @@ def attach(
         on_nan,
         reconnect_s,
         key,
+        on_reconnect,
     )
 
 

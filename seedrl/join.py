@@ -31,10 +31,15 @@ def keys(folder: Path, worker: str) -> int:
 
 def attach(
     address: str, env: str, kwargs: dict[str, Any], workers: int, envs_per_worker: int, groups: int, check: str,
-    on_nan: str, reconnect_s: float, key: Path | None = None,
+    on_nan: str, reconnect_s: float, key: Path | None = None, on_reconnect: str = "reset",
 ) -> int:  # fmt: skip
     """Starts the workers and waits for them. Returns the exit code: 0, that of the first that failed, or 130."""
     remote = is_remote(address)
+    for flag, value, known in (("--check", check, ("strict", "warn", "off")), ("--on-nan", on_nan, ("error", "drop_episode")), ("--on-reconnect", on_reconnect, ("reset", "keep"))):  # fmt: skip
+        if value not in known:
+            raise ConfigError(
+                what=f"'{value}' is none of {', '.join(known)}", where=flag, do=f"use {known[0]}"
+            )
     if key is not None and not remote:
         raise ConfigError(what="a Unix socket needs no key", where="--key", do="leave it out")
     if key is not None:
@@ -63,7 +68,7 @@ def attach(
         for _ in range(workers):
             child = children.start("worker", "seedrl.worker.loop", [
                 "--address", address, "--env", env, "--env-kwargs", json.dumps(kwargs), "--envs", str(envs_per_worker),
-                "--groups", str(groups), "--check", check, "--on-nan", on_nan, "--reconnect-s", str(reconnect_s),
+                "--groups", str(groups), "--check", check, "--on-nan", on_nan, "--reconnect-s", str(reconnect_s), "--on-reconnect", on_reconnect,
                 "--say", "--supervised", "--parent", str(os.getpid()), *(["--action-mask", mask] if mask else []),
                 *(["--key", str(key)] if key else []),
             ])  # fmt: skip

@@ -93,6 +93,17 @@ class _Rows:
         self._seam = Seam(self.spec, self.observation_space, view, self.where)
         self._actions_in = [view.action[leaf.name] for leaf in self.spec.action]
 
+    def _carry_over(self, before: Any) -> None:
+        """Writes first rows that go on where the rows `before` stood: the observation of then, in the middle of its episode."""
+        view = self.view
+        for name, column in before.obs.items():
+            view.obs[name][...] = column
+        if view.mask is not None:
+            view.mask[...] = before.mask
+        self._clear_flags()
+        view.first[...] = 1
+        self._reward64[...] = 0.0
+
     def _at(self, seat: int) -> tuple[int, int]:
         """(episode, step that it is taking) of a seat; step 0 is the reset."""
         episode = self._episodes[seat]
@@ -208,6 +219,16 @@ class Group(_Rows):
         for seat in range(self.size):
             self.view.at_seat[0] = seat
             self._begin(seat, self._seed(seat) if seeded else None, interrupted=False)
+        self._account()
+
+    def go_on(self, before: Any) -> None:
+        """Writes first rows after a lease was lost: episodes go on where they stood in the rows `before`, those at their end are reset."""
+        self._carry_over(before)
+        self._rewards[:] = [0.0] * self.size
+        self._lengths -= 1  # `_account` counts one row
+        for seat in range(self.size):
+            if self._over[seat]:
+                self._begin(seat, None, interrupted=False)
         self._account()
 
     def step(self) -> None:
@@ -347,6 +368,14 @@ class VectorGroup(_Rows):
         """Resets the environment and writes first rows; `seeded` only at the very first reset of its life."""
         self._clear_flags()
         self._begin_all(self._seeds() if seeded else None, interrupted=False)
+        self._finish()
+
+    def go_on(self, before: Any) -> None:
+        """Writes first rows after a lease was lost: as of `Group`; all are reset when one is at its end, as it cannot be reset alone."""
+        if any(self._over):
+            self.reset(False)
+            return
+        self._carry_over(before)
         self._finish()
 
     def step(self) -> None:

@@ -74,6 +74,7 @@ class Worker:
         self.warnings: list[str] = []
         self.groups: list[Group | VectorGroup] = []
         self.link: Lease | None = None
+        self._rows_before: list[Any] = []  # of the lease that was lost
         self.rules = Rules(
             arguments.on_nan, RebuildBudget(arguments.max_rebuilds, arguments.rebuild_window_s), self.where
         )  # fmt: skip
@@ -146,6 +147,7 @@ class Worker:
             self._say_what_is_seen(link)
         self.seed_parts = (link.seed, arguments.evaluation, link.worker)
         if self.groups:
+            self._rows_before = [group.view for group in self.groups]
             for group, seats in zip(self.groups, link.groups, strict=True):
                 group.bind(seats.view)
             return
@@ -241,8 +243,12 @@ class Worker:
         """Resets every environment, then goes round the groups until the server ends the lease."""
         assert self.link is not None
         links, groups = self.link.groups, self.groups
-        for group, link in zip(groups, links, strict=True):
-            group.reset(seeded)
+        before, self._rows_before = self._rows_before, []
+        for number, (group, link) in enumerate(zip(groups, links, strict=True)):
+            if before and self.arguments.on_reconnect == "keep":
+                group.go_on(before[number])
+            else:
+                group.reset(seeded)
             self._report(group)
             link.publish()
         while True:
@@ -298,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--trial-seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parse.add_argument("--index", type=int, default=None)
     parse.add_argument("--attempt", type=int, default=0)
+    parse.add_argument("--on-reconnect", choices=("reset", "keep"), default="reset")
     parse.add_argument("--key", type=Path, default=None)
     parse.add_argument("--reconnect-s", type=float, default=0.0)
     parse.add_argument("--video", default=None)

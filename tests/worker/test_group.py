@@ -266,3 +266,19 @@ def test_CartPole_by_gymnasium_alone_gives_the_same_episode() -> None:
         if terminated or truncated:
             return
     pytest.fail("no end")
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_after_a_lost_lease_an_episode_may_go_on_where_it_stood(over: bool) -> None:
+    bench = Table(envs.GhostStep, size=2)  # seven steps an episode
+    for _ in range(7 if over else 3):
+        bench.step()
+    before, (bench.view,) = bench.view, own_rows(bench.spec, [2])
+    bench.group.bind(bench.view)
+    bench.group.go_on(before)
+    row = bench.row()
+    assert (row["first"] == 1).all() and not row["terminated"].any() and (row["reward"] == 0).all()
+    assert (row["episode_length"] == (0 if over else 3)).all()
+    lengths = [int(bench.step()["episode_length"][0]) for _ in range(4)]
+    assert lengths == ([1, 2, 3, 4] if over else [4, 5, 6, 7])
+    assert bench.row()["terminated"].any() != over
