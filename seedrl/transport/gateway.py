@@ -83,10 +83,10 @@ class Seats:
     def answered(self) -> bool:
         return bool(self.taken and self._answered[SEQUENCE] == self._base + self.taken)
 
-    def take(self, frames: list[Any], ended: bool) -> None:
+    def take(self, frames: list[Any], ended: bool, packed: bool) -> None:
         """Puts a step's rows into the slab. Raises: SeedrlError naming what is wrong with them; the engine never sees those."""
         view = self.view
-        self.frames.take_step(frames, ended)
+        self.frames.take_step(frames, ended, packed)
         if not np.abs(view.reward).max() <= FLOAT32_MAX:
             raise EnvError(
                 what="a reward is not finite", where=self.where, do="mend the environment"
@@ -211,7 +211,7 @@ class Gateway:
             rtt_ns, env_ns = (
                 wire.integer(header, name, 0, _LONGEST_NS) for name in ("rtt_ns", "env_ns")
             )
-            seats.take(frames, header.get("ended") is True)
+            seats.take(frames, header.get("ended") is True, header.get("lz4") is True)
             seats.publish(self.bell, rtt_ns, env_ns)
         elif number > seats.taken:
             raise ProtocolError(
@@ -360,7 +360,7 @@ class Gateway:
         self._send(session.identity, wire.pack(
             "welcome", v=wire.VERSION, worker=session.welcome["worker"], seed=session.welcome["seed"], spec=self.spec.to_dict(),
             groups=[seats.taken for seats in session.seats], resumed=resumed, heartbeat_ms=int(self.heartbeat_s * 1e3),
-            lease_ms=int(self.lease_s * 1e3),
+            lease_ms=int(self.lease_s * 1e3), lz4=wire.has_lz4(),
         ))  # fmt: skip
 
     def _end(self, session: Session) -> None:

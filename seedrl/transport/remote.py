@@ -22,6 +22,7 @@ from seedrl.transport.slab import GroupView, own_rows
 _ATTEMPT_S = 2.0  # for a first answer
 _HELLO_S, _LONGEST_HELLO_S = 0.1, 1.0  # between hellos: doubled, and never in step with others
 _SILENT_HEARTBEATS = 3.0
+_PROBES = 3  # one alone is at the mercy of what else the machine does
 _VAGUE_FAILURES = 3  # handshakes that end without a reason, before the key is blamed
 
 
@@ -46,8 +47,10 @@ class RemoteGroup:
         self.send()
 
     def send(self) -> None:
-        header = wire.pack("step", g=self._number, n=self.sent, rtt_ns=self._rtt_ns, env_ns=self._env_ns, ended=self._ended)  # fmt: skip
-        self._link.send_frames(header, *self.frames.step(self._ended))
+        packed = self._link.packs
+        header = wire.pack("step", g=self._number, n=self.sent, rtt_ns=self._rtt_ns, env_ns=self._env_ns, ended=self._ended, lz4=packed)  # fmt: skip
+        frames = self.frames.packed_step(self._ended) if packed else self.frames.step(self._ended)
+        self._link.send_frames(header, *frames)
 
     @property
     def waits(self) -> int:
@@ -96,6 +99,8 @@ class RemoteLink:
         self._pinged_s = time.monotonic()
         self._unheard_s: float | None = None  # since when something was asked that nothing answers
         self.round_trip_s: float | None = None  # of the first sign of life
+        self.bytes_per_s: float | None = None  # of the link, where that was measured
+        self.packs, self._probes = False, 0  # whether frames are compressed; measurements to come
         self._hello_due_s: float | None = 0.0
         self._hello_pause_s = _HELLO_S
 
@@ -129,6 +134,11 @@ class RemoteLink:
         self._monitor.close(0)
         self._socket.close(linger_ms)
 
+    @property
+    def measured(self) -> bool:
+        """Seated, and what there was to measure of the link is known."""
+        return self.round_trip_s is not None and not self._probes
+
     # ---------------------------------------------------------------------------------------------------------- in
 
     def pump(self, timeout_s: float | None = None) -> bool:
@@ -157,8 +167,8 @@ class RemoteLink:
             group = self.groups[wire.integer(header, "g", 0, len(self.groups) - 1)]
             group.take(wire.integer(header, "n", 1, 2**31 - 1), frames[1:])
         elif kind == "pong" and self.groups:
-            if self.round_trip_s is None:
-                self.round_trip_s = time.monotonic() - self._pinged_s
+            if not self.measured:
+                self._measure(time.monotonic() - self._pinged_s)
             for group, taken in zip(self.groups, header["taken"], strict=True):
                 if group.waits > taken:
                     group.send()
@@ -181,6 +191,7 @@ class RemoteLink:
         self._hello_due_s = None
         if not self.groups:
             self.spec = EnvSpec.from_dict(header["spec"])
+            self._can_pack = bool(header.get("lz4")) and wire.has_lz4()
             self.seed, self.worker = int(header["seed"]), int(header["worker"])
             self._heartbeat_s, self._lease_s = (
                 header["heartbeat_ms"] * 1e-3,
@@ -203,6 +214,21 @@ class RemoteLink:
         for group, taken in zip(self.groups, header["groups"], strict=True):
             if group.waits > taken:
                 group.send()
+
+    def _measure(self, took_s: float) -> None:
+        """The round trip; then, where frames are large and both sides can, how fast the link carries them: the best of a few."""
+        if self.round_trip_s is None:
+            self.round_trip_s = took_s
+            largest = max(group.frames.nbytes for group in self.groups)
+            self._probes = _PROBES if self._can_pack and largest >= wire.LEAST_PACKED_BYTES else 0
+        else:
+            rate = wire.PROBE_BYTES / max(took_s - self.round_trip_s, 1e-6)
+            self.bytes_per_s = max(rate, self.bytes_per_s or 0.0)
+            self._probes -= 1
+            self.packs = not self._probes and self.bytes_per_s < wire.SLOW_BYTES_PER_S
+        if self._probes:
+            self._pinged_s = time.monotonic()
+            self._ask(self._pinged_s, wire.pack("ping", waits=[0] * len(self.groups)), os.urandom(wire.PROBE_BYTES))  # fmt: skip
 
     def _handshake_failed(self) -> None:
         event = parse_monitor_message(self._monitor.recv_multipart())["event"]
@@ -266,10 +292,10 @@ class RemoteLink:
             self._open()
             self._hello_due_s, self._hello_pause_s = now, _HELLO_S
 
-    def _ask(self, now: float, message: bytes) -> None:
+    def _ask(self, now: float, *message: bytes) -> None:
         if self._unheard_s is None:
             self._unheard_s = now
-        self.send_frames(message)
+        self.send_frames(*message)
 
     def send_frames(self, *frames: Any) -> None:
         """Sends without waiting; what finds no connection is lost, and asked for by the next ping."""
@@ -302,7 +328,7 @@ def connect(
     link = RemoteLink(address, hello, key)
     try:
         begin = time.monotonic()
-        while not link.groups or link.round_trip_s is None:
+        while not link.measured:
             if not link.pump(0.1) or time.monotonic() - begin > timeout_s:
                 raise AddressError(
                     what=f"nobody answers at {address}", where=address,

@@ -5,15 +5,15 @@ group, `A`, `M` and `S` come from the server's spec.
 
     worker -> gateway
       hello   v, token (16 random bytes), spec (nil: as the server's), groups [E, ...], env, host, pid, evaluation
-      step    g (group, from 0), n (step of the group, from 1), rtt_ns, env_ns, ended        then the frames
+      step    g (group, from 0), n (step of the group, from 1), rtt_ns, env_ns, ended, lz4   then the frames
               each observation leaf [E, ...] in the spec's order; reward float32 [E]; flags uint8 [E, 4] (terminated, truncated, first,
               interrupted); mask uint8 [E, M] where spec.action_mask is "info"; with `ended`: episode_return float64 [E],
               episode_length int64 [E], stats float32 [E, S] where there are stats
-      ping    waits [n, ...]: of each group the step whose answer has not come, or 0
+      ping    waits [n, ...]: of each group the step whose answer has not come, or 0; frames after it are ignored
       report  report (a fault, a warning or a failure, in words)
       bye
     gateway -> worker
-      welcome v, worker, seed, spec, groups [n, ...] (newest step that was taken), resumed, heartbeat_ms, lease_ms
+      welcome v, worker, seed, spec, groups [n, ...] (newest step that was taken), resumed, heartbeat_ms, lease_ms, lz4 (bool)
       refused error {kind, what, where, do}, retry
       answer  g, n                                              then each action leaf [E, ...] in the spec's order
       pong    taken [n, ...]: of each group the newest step that was taken
@@ -32,6 +32,7 @@ again when a ping still waits for it. Lengths and counts are compared with the s
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -51,6 +52,9 @@ VERSION = 1
 MAX_HEADER_BYTES = 200_000  # a hello carries the spec
 TOKEN_BYTES = 16
 HEARTBEAT_S, LEASE_S = 1.0, 30.0
+PROBE_BYTES = 1 << 17  # sent along with a ping to see how fast the link is
+LEAST_PACKED_BYTES = 1 << 14  # of a group's step; smaller ones are not worth it
+SLOW_BYTES_PER_S = 5e7  # a link of less is slower than LZ4
 MAX_GROUPS = 64
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
 _KIND = "seedrl key 1"
@@ -103,6 +107,7 @@ class Frames:
         if spec.stats:
             ended.append(("stats", view.stats))
         self._step, self._ended = _flat(step), _flat(ended)
+        self._num_leaves = len(spec.observation)
         self._answer = _flat(
             [(f"action leaf '{leaf.name}'", view.action[leaf.name]) for leaf in spec.action]
         )
@@ -115,11 +120,23 @@ class Frames:
         frames = [array for _, array in self._step]
         return frames + [array for _, array in self._ended] if ended else frames
 
+    def packed_step(self, ended: bool) -> list[Any]:
+        """The same with the observation leaves compressed (LZ4 blocks)."""
+        frames: list[Any] = [*self.step(ended)]
+        leaves = [_lz4().compress(frame, store_size=False) for frame in frames[: self._num_leaves]]
+        return leaves + frames[self._num_leaves :]
+
     def answer(self) -> list[np.ndarray]:
         return [array for _, array in self._answer]
 
-    def take_step(self, frames: list[Any], ended: bool) -> None:
+    def take_step(self, frames: list[Any], ended: bool, packed: bool = False) -> None:
         """Copies a step's frames into the rows. Raises: ProtocolError before a byte is written when a length differs."""
+        if packed:
+            leaves = zip(self._step[: self._num_leaves], frames[: self._num_leaves], strict=False)
+            frames = [
+                *(_unpacked(*leaf, frame) for leaf, frame in leaves),
+                *frames[self._num_leaves :],
+            ]
         self._take(self._step + self._ended if ended else self._step, frames)
         for bits in self._bits:
             if np.count_nonzero(bits.view(np.uint8) > 1):
@@ -143,6 +160,30 @@ class Frames:
                 )
         for (_, array), frame in zip(wanted, frames, strict=True):
             array[:] = np.frombuffer(frame, np.uint8)
+
+
+def has_lz4() -> bool:
+    """Whether this side can compress (the extra `lz4`)."""
+    return importlib.util.find_spec("lz4") is not None
+
+
+def _lz4() -> Any:
+    import lz4.block
+
+    return lz4.block
+
+
+def _unpacked(name: str, array: np.ndarray, frame: Any) -> bytes:
+    """At most as many bytes as the leaf has: a bomb does not burst."""
+    if not has_lz4():
+        raise ProtocolError(what="compressed frames, and no lz4 is installed here")
+    try:
+        unpacked: bytes = _lz4().decompress(frame, uncompressed_size=array.nbytes)
+    except Exception:  # of a library in C
+        raise ProtocolError(
+            what=f"the frame of {name} is no LZ4 block of {array.nbytes} bytes"
+        ) from None
+    return unpacked
 
 
 def _flat(arrays: list[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:

@@ -182,6 +182,8 @@ class Worker:
         action = ", ".join(leaf.text() for leaf in link.spec.action)
         round_trip_s = getattr(link, "round_trip_s", None)
         away = f", round trip {1e3 * round_trip_s:.1f} ms" if round_trip_s is not None else ""
+        if getattr(link, "packs", False):
+            away += f", frames compressed: the link carries {getattr(link, 'bytes_per_s', 0) / 1e6:.0f} MB/s"
         print(
             f"worker {link.worker} at {self.arguments.address}: {sum(self.sizes)} slots in {len(self.sizes)} groups, {observation} -> {action}{away}",
             flush=True,

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
 
 from harness import Harness
 from ledger import Ledger, config_of
 from proxy import Proxy
-from runs import Command, records, seedrl
+from runs import Command, records, seedrl, settings
 from seedrl.listen import Listen
 from seedrl.transport import wire
 
@@ -349,3 +350,32 @@ def test_cases_over_tcp(tmp_path: Path, case: str) -> None:
             ledger.check(batch)
     assert _balances(acted) and acted["stored"] == ledger.rows
     assert 0 < acted["worker_died"] + acted["detached"] <= 2 * 16 * 21
+
+
+def test_frames_are_compressed_where_the_link_is_slow(tmp_path: Path) -> None:
+    workers = {"num": 1, "envs_per_worker": 8, "groups": 1}
+    config = settings(
+        "system_envs:Big", workers=workers, learner={"unroll_length": 8, "batch_size": 4}
+    )
+    with Harness(config, tmp_path, num_slots=8, listen=Listen("tcp://127.0.0.1:0")) as run:
+        run.start()
+        with Proxy(
+            run.listener.address,
+            drop=0,
+            double=0,
+            delay=0,
+            cut_every_s=1e9,
+            bytes_per_s=2e7,
+        ) as proxy:
+            run.begin_remote(proxy.address, 1, "--say")
+            for _ in range(10):
+                batch = run.sample(4)
+                obs = batch.obs["observation"].int()
+                t = obs[..., 0, 0]
+                rows = torch.arange(64)
+                assert (obs == (rows[:, None] + rows + t[..., None, None]) % 256).all()
+                assert (batch.reward == t).all()
+            run.finish()
+    said = (tmp_path / "logs/remote-0.txt").read_text()
+    rate = re.search(r"frames compressed: the link carries (\d+) MB/s", said)
+    assert rate and int(rate[1]) <= 40, said

@@ -19,11 +19,12 @@ class Proxy(threading.Thread):
 
     def __init__(
         self, server: str, *, drop: float = 0.01, double: float = 0.01, delay: float = 0.02, longest_s: float = 0.05,
-        cut_every_s: float = 2.0, hush_every_s: float = 1e9, hush_s: float = 4.0, seed: int = 1,
+        cut_every_s: float = 2.0, hush_every_s: float = 1e9, hush_s: float = 4.0, bytes_per_s: float = 1e12, seed: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(daemon=True)
         self.server, self.rng, self.counts = server, random.Random(seed), Counter[str]()
         self.drop, self.double, self.delay, self.longest_s = drop, double, delay, longest_s
+        self.bytes_per_s = bytes_per_s
         self.cut_every_s, self.hush_every_s, self.hush_s = cut_every_s, hush_every_s, hush_s
         self.context = zmq.Context()
         self.front = self.context.socket(zmq.ROUTER)
@@ -102,6 +103,7 @@ class Proxy(threading.Thread):
             self.pass_on(identity, up, frames)
 
     def pass_on(self, identity: bytes, up: bool, frames: list[bytes]) -> None:
+        time.sleep(sum(map(len, frames)) / self.bytes_per_s)
         try:
             if up:
                 self.back[identity].send_multipart(frames, zmq.NOBLOCK)

@@ -127,3 +127,23 @@ class Paced(gym.Env):
         if self.log is not None:
             print(f"{asked:.6f}", file=self.log, flush=True)
         return np.zeros(3, np.float32), 0.0, False, False, {}
+
+
+class Big(gym.Env):
+    """uint8 [64, 64]: entry (r, c) of step t is (r + c + t) mod 256, as a step counter that weighs 4 KiB."""
+
+    def __init__(self):
+        self.observation_space = spaces.Box(0, 255, (64, 64), np.uint8)
+        self.action_space = spaces.Discrete(2)
+        self.base, self.t = np.add.outer(np.arange(64), np.arange(64)), 0
+
+    def _observe(self):
+        return ((self.base + self.t) % 256).astype(np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self._observe(), float(self.t), self.t == 50, False, {}

@@ -171,3 +171,23 @@ def test_a_key_file_that_is_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         wire.load_allowed(tmp_path / "allowed.txt")
     assert caught.value.where.endswith("allowed.txt:3")
+
+
+def test_compressed_frames_arrive_as_they_were_and_a_bomb_does_not_burst() -> None:
+    (ours, mine), (theirs, other) = rows(4), rows(4)
+    for array in mine.obs.values():
+        array[...] = np.random.default_rng(0).integers(0, 2, array.shape)
+    packed = [bytes(frame) for frame in ours.packed_step(False)]
+    theirs.take_step(packed, False, True)
+    for name, array in mine.obs.items():
+        np.testing.assert_array_equal(array, other.obs[name])
+    import lz4.block
+
+    for bad in (
+        lz4.block.compress(bytes(1 << 24), store_size=False),
+        b"",
+        b"\xff" * 50,
+        lz4.block.compress(b"x", store_size=False),
+    ):
+        with pytest.raises(ProtocolError, match="LZ4 block|bytes, not"):
+            theirs.take_step([bad, *packed[1:]], False, True)
