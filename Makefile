@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install train test lint bench truths crowd soak docs gpu-check clean
+.PHONY: install train test lint bench truths curves crowd soak docs gpu-check clean
 
 install: $(STAMP)
 
@@ -24,6 +24,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# learning curves, and variants of what `make test` learns once
+curves: install
+	$(BIN)/python -m pytest -q -m long
 
 # many workers: 200 connections of 10 environments at 10 Hz for two minutes; 500 comings and goings; two minutes of a bad network
 crowd: install

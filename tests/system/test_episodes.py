@@ -42,7 +42,7 @@ def test_ConstantReward_a_time_limit_is_bootstrapped_and_an_end_is_not(
     assert value.item() == pytest.approx(right, rel=0.05)
 
 
-@pytest.mark.parametrize("end", ["truncated", "terminated"])
+@pytest.mark.parametrize("end", ["truncated", pytest.param("terminated", marks=pytest.mark.long)])
 def test_FirstStepJackpot_a_return_stops_at_the_end_of_its_episode(
     tmp_path: Path, end: str
 ) -> None:
@@ -58,7 +58,7 @@ def test_FirstStepJackpot_a_return_stops_at_the_end_of_its_episode(
     assert value[0].tolist() == pytest.approx([100.0, 0.0, 0.0], abs=5)
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
+@pytest.mark.parametrize("core", [pytest.param("none", marks=pytest.mark.long), "lstm"])
 def test_OneStep_episodes_of_one_step_are_learnt_with_bounded_lag(
     tmp_path: Path, core: str
 ) -> None:

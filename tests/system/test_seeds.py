@@ -55,7 +55,7 @@ def test_RawReturn_is_what_the_environment_paid(tmp_path: Path, clip: float | No
     assert last["return_mean"] == 24 and last["length_mean"] == 9
 
 
-@pytest.mark.parametrize("encoder", ["mlp", "nested"])
+@pytest.mark.parametrize("encoder", ["mlp", pytest.param("nested", marks=pytest.mark.long)])
 def test_SameAnswer_greedy_is_greedy_and_sampling_is_not(tmp_path: Path, encoder: str) -> None:
     more = (
         "run.max_seconds=1",
@@ -139,7 +139,7 @@ def _without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("core", ["none", "gru"])
+@pytest.mark.parametrize("core", [pytest.param("none", marks=pytest.mark.long), "gru"])
 def test_two_deterministic_runs_write_the_same_metrics(tmp_path: Path, core: str) -> None:
     written = []
     for name in ("a", "b"):

@@ -36,7 +36,9 @@ def test_ScalarSpaces_actions_are_of_shape_nothing(tmp_path: Path) -> None:
     assert records(result.run_dir)[-1]["environment_faults"] == 0
 
 
-@pytest.mark.parametrize("distribution", ["squashed", "clipped"])
+@pytest.mark.parametrize(
+    "distribution", ["squashed", pytest.param("clipped", marks=pytest.mark.long)]
+)
 def test_TightBox_never_leaves_the_box_and_reaches_its_far_end(
     tmp_path: Path, distribution: str
 ) -> None:
@@ -91,7 +93,17 @@ def test_ShapeChanges_within_one_worker_is_refused_before_any_step(tmp_path: Pat
     assert "[6]" in text and "[4]" in text and "Traceback" not in text
 
 
-@pytest.mark.parametrize("kind", ["python", "int", "bool", "float64", "zero_d", "one_element"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("python", marks=pytest.mark.long),
+        "int",
+        pytest.param("bool", marks=pytest.mark.long),
+        pytest.param("float64", marks=pytest.mark.long),
+        "zero_d",
+        "one_element",
+    ],
+)
 def test_RewardTypes_pay_ten_an_episode(tmp_path: Path, kind: str) -> None:
     config = settings(
         "envs:RewardTypes",
@@ -121,8 +133,15 @@ def test_RewardTypes_two_elements_are_refused_by_shape(tmp_path: Path) -> None:
     assert code in (1, 2) and "(2,)" in text and "reward" in text
 
 
-@pytest.mark.parametrize("where", ["reward", "observation"])
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ("nan", "observation"),
+        ("inf", "reward"),
+        pytest.param("nan", "reward", marks=pytest.mark.long),
+        pytest.param("inf", "observation", marks=pytest.mark.long),
+    ],
+)
 def test_NotFinite_drops_the_episode_and_the_weights_stay_finite(
     tmp_path: Path, where: str, value: str
 ) -> None:
@@ -187,6 +206,7 @@ def test_case_12_FlippedViews_are_stored_as_they_were_at_their_step(
                 steps[slot] = t
 
 
+@pytest.mark.long
 def test_TwoImages_uint8_and_float32_learn_alike(tmp_path: Path) -> None:
     steps = {}
     for kind in ("uint8", "float32"):
