@@ -89,13 +89,13 @@ class RemoteLink:
                 do="give a worker's key (seedrl keys DIR makes both)",
             )
         self._context: zmq.Context[Any] = zmq.Context(1)
-        self._open()
         self.stopped = False  # the server ended the run in good order
         self._over = False
         self.groups: list[RemoteGroup] = []
         self.spec: EnvSpec
         self.seed = self.worker = 0
         self._heartbeat_s, self._lease_s = wire.HEARTBEAT_S, wire.LEASE_S
+        self._open()
         self._pinged_s = time.monotonic()
         self._unheard_s: float | None = None  # since when something was asked that nothing answers
         self.round_trip_s: float | None = None  # of the first sign of life
@@ -116,6 +116,7 @@ class RemoteLink:
         self._monitor: Any = self._socket.get_monitor_socket(
             int(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         )  # fmt: skip
+        self._socket.setsockopt(zmq.RCVTIMEO, int(self._heartbeat_s * 1e3))
         self._vague = 0
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -144,6 +145,8 @@ class RemoteLink:
     def pump(self, timeout_s: float | None = None) -> bool:
         """Sleeps until something happens, or something is due; takes what has come. False once the lease is over."""
         now = time.monotonic()
+        if self._hello_due_s is None and self.measured and timeout_s is None:
+            return self._await_message(now)
         due = self._due_s(now)
         wait_s = max(0.0, due - now)
         if timeout_s is not None:
@@ -158,6 +161,19 @@ class RemoteLink:
                     self._take(self._socket.recv_multipart(zmq.NOBLOCK))
                 except zmq.Again:
                     break
+        self._do_what_is_due(time.monotonic())
+        return not self._over
+
+    def _await_message(self, now: float) -> bool:
+        """The same for a worker that is seated and has nothing to say: one call of ZeroMQ, at most a heartbeat long."""
+        if now - self._pinged_s < self._heartbeat_s:
+            try:
+                frames = self._socket.recv_multipart()
+            except zmq.Again:
+                pass
+            else:
+                self._unheard_s = None
+                self._take(frames)
         self._do_what_is_due(time.monotonic())
         return not self._over
 
@@ -193,6 +209,7 @@ class RemoteLink:
             self.spec = EnvSpec.from_dict(header["spec"])
             self._can_pack = bool(header.get("lz4")) and wire.has_lz4()
             self.seed, self.worker = int(header["seed"]), int(header["worker"])
+            self._socket.setsockopt(zmq.RCVTIMEO, header["heartbeat_ms"])
             self._heartbeat_s, self._lease_s = (
                 header["heartbeat_ms"] * 1e-3,
                 header["lease_ms"] * 1e-3,
@@ -299,8 +316,11 @@ class RemoteLink:
 
     def send_frames(self, *frames: Any) -> None:
         """Sends without waiting; what finds no connection is lost, and asked for by the next ping."""
+        send = self._socket.send
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            for frame in frames[:-1]:
+                send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+            send(frames[-1], zmq.NOBLOCK)
         except zmq.Again:
             pass
 

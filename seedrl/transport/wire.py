@@ -111,8 +111,8 @@ class Frames:
         self._answer = _flat(
             [(f"action leaf '{leaf.name}'", view.action[leaf.name]) for leaf in spec.action]
         )
-        self._bits = [array for _, array in step if array.dtype == bool]
-        self._bits += [array for name, array in step if name in ("flags", "mask")]
+        bits = [array for name, array in step if array.dtype == bool or name in ("flags", "mask")]
+        self._bits = [(array.view(np.uint8), np.empty(array.shape, bool)) for array in bits]
         self.nbytes = sum(array.nbytes for _, array in self._step)
 
     def step(self, ended: bool) -> list[np.ndarray]:
@@ -138,8 +138,9 @@ class Frames:
                 *frames[self._num_leaves :],
             ]
         self._take(self._step + self._ended if ended else self._step, frames)
-        for bits in self._bits:
-            if np.count_nonzero(bits.view(np.uint8) > 1):
+        for bits, beyond in self._bits:
+            np.greater(bits, 1, out=beyond)
+            if np.count_nonzero(beyond):
                 raise ProtocolError(
                     what="a flag, a mask or a bool leaf holds a byte that is neither 0 nor 1"
                 )
