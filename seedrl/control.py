@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -158,7 +159,7 @@ class Controls:
             "pace": self.pace().value, "env_id": supervisor.spec.env_id, "learner": supervisor.learning, "slots": slab.layout.num_slots,
             "free_slots": door.free_slots(), "workers": sorted(workers, key=lambda worker: worker["worker"]),
             "env_steps": board.get("env_steps"), "batches": board.get("batches"), "policy_version": board.get("policy_version"),
-            "rtt_p50_us": rtt.percentile(50) * 1e-3, "rtt_p99_us": rtt.percentile(99) * 1e-3,
+            "rtt_p50_us": _known(rtt.percentile(50) * 1e-3), "rtt_p99_us": _known(rtt.percentile(99) * 1e-3),
             "listen": supervisor.listener.address if supervisor.listener is not None else None, "run_dir": str(supervisor.run_dir),
         }  # fmt: skip
 
@@ -219,11 +220,19 @@ def ctl(
     return 0
 
 
+def _known(figure: float) -> float | None:
+    """None for the figure of nothing, which JSON cannot say as NaN."""
+    return None if math.isnan(figure) else figure
+
+
 def _show(status: dict[str, Any]) -> None:
+    took = [
+        f"{status[name]:.0f} us" if status[name] is not None else "unknown"
+        for name in ("rtt_p50_us", "rtt_p99_us")
+    ]
     print(
         f"{status['pace']}: {status['env_id']}, {status['slots'] - status['free_slots']} of {status['slots']} slots taken, "
-        f"{status['env_steps']} steps, version {status['policy_version']}, round trip p50 {status['rtt_p50_us']:.0f} us, "
-        f"p99 {status['rtt_p99_us']:.0f} us"
+        f"{status['env_steps']} steps, version {status['policy_version']}, round trip p50 {took[0]}, p99 {took[1]}"
     )
     if status["listen"]:
         print(f"listens at {status['listen']}")

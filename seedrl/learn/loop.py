@@ -36,6 +36,7 @@ from seedrl.store.plan import StorePlan
 from seedrl.store.replay import Batch, ReplayReader
 from seedrl.store.state import leaves
 from seedrl.store.weights import Publisher, WeightsLayout
+from seedrl.transport import doorbell
 from seedrl.transport.channel import Channel
 
 _RECENT_EPISODES = 100
@@ -81,6 +82,7 @@ class Learner:
         self._evaluated: deque[np.ndarray] = deque(maxlen=_RECENT_EPISODES)
         self._dtypes = {leaf.name: getattr(torch, leaf.dtype) for leaf in spec.observation}
         self._critical = self._stop_wanted = False
+        reader.wait = self._wait_for_data
         self._window = self._mark()
         self._sums: dict[str, float] = {}
         self._timed = {name: board.histograms[name].copy() for name in _TIMED}
@@ -98,7 +100,8 @@ class Learner:
 
     def update(self) -> bool:
         """One update, if data comes within a second; False otherwise."""
-        batch = self.reader.sample(self.config.learner.batch_size, timeout_s=1.0)
+        with self._undisturbed():
+            batch = self.reader.sample(self.config.learner.batch_size, timeout_s=1.0)
         if batch is None:
             return False
         batch = batch.to(self.device)
@@ -337,6 +340,15 @@ class Learner:
         finally:
             self._critical = False
         self._leave_if_wanted()
+
+    def _wait_for_data(self, bell: int, timeout_us: float | None) -> bool:
+        """The reader's wait, which a request to stop ends; the rest of `sample` it does not, so that no row is half taken."""
+        self._critical = False
+        try:
+            self._leave_if_wanted()
+            return doorbell.wait(bell, timeout_us)
+        finally:
+            self._critical = True
 
     def _leave_if_wanted(self) -> None:
         if self._stop_wanted:

@@ -244,6 +244,9 @@ class ReplayReader:
         self._actions = [name for name in storage.rows if name.startswith("action/")]
         self._version = storage.rows["version"]
         self.waited_ns = 0
+        self.wait = (
+            doorbell.wait
+        )  # the one place where `sample` may be left by an exception: nothing is half moved there
 
     def sample(self, batch_size: int, timeout_s: float | None = None) -> Batch | None:
         """The next `batch_size` unrolls, or None when the time is up first."""
@@ -258,7 +261,7 @@ class ReplayReader:
             if left is not None and left <= 0:
                 return None
             begin = time.monotonic_ns()
-            doorbell.wait(self._bell, None if left is None else left * 1e6)
+            self.wait(self._bell, None if left is None else left * 1e6)
             self.waited_ns += time.monotonic_ns() - begin
         return self._gather([self._pending.popleft() for _ in range(batch_size)])
 

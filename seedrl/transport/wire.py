@@ -251,28 +251,35 @@ def make_keys(folder: Path, worker: str) -> list[Path]:
             where="--worker",
             do="use letters, digits, . - _",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    os.chmod(folder, 0o700)
-    server_path, worker_path, allowed = (
-        folder / "server.key",
-        folder / f"{worker}.key",
-        folder / "allowed.txt",
-    )
-    if worker_path.exists():
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chmod(folder, 0o700)
+        server_path, worker_path, allowed = (
+            folder / "server.key",
+            folder / f"{worker}.key",
+            folder / "allowed.txt",
+        )
+        if worker_path.exists():
+            raise ConfigError(
+                what=f"there is a key for '{worker}' already", where=str(worker_path),
+                do="give --worker NAME for another one, or delete it and its line in allowed.txt",
+            )  # fmt: skip
+        written = []
+        if not server_path.exists():
+            _write_key(server_path, Keys(*pair()))
+            written.append(server_path)
+        server = load_key(server_path)
+        keys = Keys(*pair(), server.public)
+        _write_key(worker_path, keys)
+        with allowed.open("a") as file:
+            file.write(f"{keys.public} {worker}\n")
+        return [*written, worker_path, allowed]
+    except OSError as error:
         raise ConfigError(
-            what=f"there is a key for '{worker}' already", where=str(worker_path),
-            do="give --worker NAME for another one, or delete it and its line in allowed.txt",
-        )  # fmt: skip
-    written = []
-    if not server_path.exists():
-        _write_key(server_path, Keys(*pair()))
-        written.append(server_path)
-    server = load_key(server_path)
-    keys = Keys(*pair(), server.public)
-    _write_key(worker_path, keys)
-    with allowed.open("a") as file:
-        file.write(f"{keys.public} {worker}\n")
-    return [*written, worker_path, allowed]
+            what=f"cannot write the keys: {error.strerror}",
+            where=str(folder),
+            do="choose a folder that you may write to",
+        ) from None
 
 
 def _write_key(path: Path, keys: Keys) -> None:
