@@ -19,6 +19,7 @@ import mmap
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -244,9 +245,8 @@ class ReplayReader:
         self._actions = [name for name in storage.rows if name.startswith("action/")]
         self._version = storage.rows["version"]
         self.waited_ns = 0
-        self.wait = (
-            doorbell.wait
-        )  # the one place where `sample` may be left by an exception: nothing is half moved there
+        # the one place where `sample` may be left by an exception: nothing is half moved there
+        self.wait: Callable[[int, float | None], bool] = doorbell.wait
 
     def sample(self, batch_size: int, timeout_s: float | None = None) -> Batch | None:
         """The next `batch_size` unrolls, or None when the time is up first."""
