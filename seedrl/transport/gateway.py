@@ -1,7 +1,7 @@
 """The gateway process: workers of other hosts, over ZeroMQ, in ordinary slots. The engine sees no difference.
 
 `python -m seedrl.transport.gateway --channel FD`: everything it needs comes as one message of the supervisor. To the door it is a
-local worker, one lease a session; to a remote worker it is the server (`wire.py`). What a peer sends is checked against the spec
+local worker, one lease a peer; to a remote worker it is the server (`wire.py`). What a peer sends is checked against the spec
 before a byte reaches a slot, so the worst that it can do is lose its own seats.
 """
 
@@ -61,7 +61,7 @@ _LONGEST_NS = 10**15
 
 
 class Seats:
-    """One group of a session: its rows in the slab, and where its steps stand."""
+    """One group of a peer: its rows in the slab, and where its steps stand."""
 
     def __init__(
         self, slab: Slab, spec: EnvSpec, fields: dict[str, int], door: int, where: str
@@ -126,7 +126,7 @@ class Seats:
         os.eventfd_write(bell, 1)
 
 
-class Session:
+class Peer:
     """One remote worker's lease; its connection may change."""
 
     def __init__(self, token: bytes, identity: bytes, hello: dict[str, Any]) -> None:
@@ -146,13 +146,13 @@ class Session:
 
 
 class Gateway:
-    """All sessions. One thread, never blocks; `hear` takes a message, `_ring` an answer, `tick` the clock."""
+    """All peers. One thread, never blocks; `hear` takes a message, `_ring` an answer, `tick` the clock."""
 
     def __init__(self, router: zmq.Socket[bytes], slab: Slab, bell: int, spec: EnvSpec, door: str, heartbeat_s: float, lease_s: float, log: Any) -> None:  # fmt: skip
         self.router, self.slab, self.bell, self.spec, self.door = router, slab, bell, spec, door
         self.heartbeat_s, self.lease_s, self._log = heartbeat_s, lease_s, log
-        self.by_token: dict[bytes, Session] = {}
-        self.by_identity: dict[bytes, Session] = {}
+        self.by_token: dict[bytes, Peer] = {}
+        self.by_identity: dict[bytes, Peer] = {}
         self._cut: OrderedDict[bytes, None] = OrderedDict()
         self._stop = slab.control[SUPERVISOR_LINE]
         self._draining = self.over = False
@@ -185,21 +185,21 @@ class Gateway:
 
     def hear(self, identity: bytes, frames: list[Any]) -> None:
         """One message of the connection `identity`. Whatever is in it, only its sender can come to harm."""
-        session = self.by_identity.get(identity)
+        peer = self.by_identity.get(identity)
         try:
             kind, header = wire.unpack(frames[0] if frames else b"")
-            if session is not None and kind == "step":
-                session.heard_s = time.monotonic()
-                self._step(session, header, frames[1:])
+            if peer is not None and kind == "step":
+                peer.heard_s = time.monotonic()
+                self._step(peer, header, frames[1:])
             elif identity in self._cut:
                 return
             elif kind == "hello":
                 self._hello(identity, header)
-            elif session is None:
+            elif peer is None:
                 self._send(identity, wire.pack("unknown"))
             else:
-                session.heard_s = time.monotonic()
-                self._other(session, kind, header)
+                peer.heard_s = time.monotonic()
+                self._other(peer, kind, header)
         except SeedrlError as error:
             self.cut(identity, error)
         except (
@@ -209,10 +209,10 @@ class Gateway:
                 identity, ProtocolError(what=f"not understood: {type(error).__name__}: {error}")
             )
 
-    def _step(self, session: Session, header: dict[str, Any], frames: list[Any]) -> None:
-        if not session.seats:
+    def _step(self, peer: Peer, header: dict[str, Any], frames: list[Any]) -> None:
+        if not peer.seats:
             return  # its welcome is under way
-        seats = session.seats[wire.integer(header, "g", 0, len(session.seats) - 1)]
+        seats = peer.seats[wire.integer(header, "g", 0, len(peer.seats) - 1)]
         number = wire.integer(header, "n", 1, 2**31 - 1)
         if number == seats.taken + 1 and (not seats.taken or seats.answered):
             rtt_ns, env_ns = (
@@ -226,42 +226,42 @@ class Gateway:
             )
         # else it came twice
 
-    def _other(self, session: Session, kind: str, header: dict[str, Any]) -> None:
+    def _other(self, peer: Peer, kind: str, header: dict[str, Any]) -> None:
         if kind == "ping":
-            session.pings += 1
-            if session.pings > _MAX_PINGS:
+            peer.pings += 1
+            if peer.pings > _MAX_PINGS:
                 raise ProtocolError(what=f"more than {_MAX_PINGS} pings a second")
-            if not session.seats:
+            if not peer.seats:
                 return
             waits = header.get("waits")
-            if not isinstance(waits, list) or len(waits) != len(session.seats):
+            if not isinstance(waits, list) or len(waits) != len(peer.seats):
                 raise ProtocolError(what="a ping names no step for each group")
             self._send(
-                session.identity, wire.pack("pong", taken=[seats.taken for seats in session.seats])
+                peer.identity, wire.pack("pong", taken=[seats.taken for seats in peer.seats])
             )
-            for number, (seats, wanted) in enumerate(zip(session.seats, waits, strict=True)):
+            for number, (seats, wanted) in enumerate(zip(peer.seats, waits, strict=True)):
                 if wanted == seats.taken and seats.answered:
-                    self._answer(session, number)
+                    self._answer(peer, number)
         elif kind == "report":
             report = header.get("report")
             if isinstance(report, dict) and report.get("type") in ("fault", "warning", "failed"):
-                self._tell_door(session, report)
+                self._tell_door(peer, report)
         elif kind == "bye":
-            self._tell_door(session, {"type": "bye"})
-            self._end(session)
+            self._tell_door(peer, {"type": "bye"})
+            self._end(peer)
         else:
             raise ProtocolError(what=f"a message of type {kind!r:.40}")
 
-    def _tell_door(self, session: Session, report: dict[str, Any]) -> None:
-        if session.door is not None:
+    def _tell_door(self, peer: Peer, report: dict[str, Any]) -> None:
+        if peer.door is not None:
             packed = msgpack.packb(report)
             try:
                 if len(packed) <= attach.MAX_MESSAGE_BYTES:
-                    session.door.send(packed, socket.MSG_DONTWAIT)
+                    peer.door.send(packed, socket.MSG_DONTWAIT)
             except OSError:  # full or closed: a report is never worth a wait
                 pass
 
-    # ---------------------------------------------------------------------------------------------------- sessions
+    # ---------------------------------------------------------------------------------------------------- peers
 
     def _hello(self, identity: bytes, header: dict[str, Any]) -> None:
         if header.get("v") != wire.VERSION:
@@ -273,13 +273,13 @@ class Gateway:
         token = header.get("token")
         if not isinstance(token, bytes) or len(token) != wire.TOKEN_BYTES:
             raise ProtocolError(what=f"'token' is not {wire.TOKEN_BYTES} bytes")
-        session = self.by_token.get(token)
-        if session is not None:  # a new connection, or the welcome was lost
-            self.by_identity.pop(session.identity, None)
-            session.identity, session.heard_s = identity, time.monotonic()
-            self.by_identity[identity] = session
-            if session.seats:
-                self._welcome(session, resumed=True)
+        peer = self.by_token.get(token)
+        if peer is not None:  # a new connection, or the welcome was lost
+            self.by_identity.pop(peer.identity, None)
+            peer.identity, peer.heard_s = identity, time.monotonic()
+            self.by_identity[identity] = peer
+            if peer.seats:
+                self._welcome(peer, resumed=True)
             return
         if identity in self.by_identity:
             self._end(self.by_identity[identity])
@@ -294,18 +294,18 @@ class Gateway:
             "groups": groups, "spec": spec.to_dict(), "pid": wire.integer(header, "pid", 0, 2**31), "host": f"{header.get('host')!s:.60}",
             "env": f"{header.get('env')!s:.200}", "evaluation": header.get("evaluation") is True,
         }  # fmt: skip
-        session = Session(token, identity, hello)
-        self.by_token[token] = self.by_identity[identity] = session
-        self._knock(session)
+        peer = Peer(token, identity, hello)
+        self.by_token[token] = self.by_identity[identity] = peer
+        self._knock(peer)
 
-    def _knock(self, session: Session) -> None:
+    def _knock(self, peer: Peer) -> None:
         """Asks the door for seats; its answer comes to `_door_speaks`."""
-        session.retry_s = 0.0
-        session.door = attach.knock(self.door, session.hello)
-        self._loop.add_reader(session.door.fileno(), self._door_speaks, session)
+        peer.retry_s = 0.0
+        peer.door = attach.knock(self.door, peer.hello)
+        self._loop.add_reader(peer.door.fileno(), self._door_speaks, peer)
 
-    def _door_speaks(self, session: Session) -> None:
-        door = session.door
+    def _door_speaks(self, peer: Peer) -> None:
+        door = peer.door
         assert door is not None
         try:
             data, fds, _, _ = socket.recv_fds(door, attach.MAX_MESSAGE_BYTES, 2 + wire.MAX_GROUPS)
@@ -313,11 +313,11 @@ class Gateway:
             return
         except OSError:
             data, fds = b"", []
-        if session.welcome:  # it speaks no more, it only closes: the lease is over
+        if peer.welcome:  # it speaks no more, it only closes: the lease is over
             doorbell_close(fds)
             if data:  # the last thing that it says
-                self._refuse(session.identity, from_wire(msgpack.unpackb(data)["error"]), False)
-                self._end(session)
+                self._refuse(peer.identity, from_wire(msgpack.unpackb(data)["error"]), False)
+                self._end(peer)
                 return
             stopped = bool(self._stop[STOP])
             message = (
@@ -325,97 +325,92 @@ class Gateway:
                 if stopped
                 else wire.pack("ended", why="the server ended the lease")
             )
-            self._send(session.identity, message)
-            self._end(session)
+            self._send(peer.identity, message)
+            self._end(peer)
             return
         answer = msgpack.unpackb(data) if data else {}
         if answer.get("type") == "welcome":
-            session.welcome = answer
+            peer.welcome = answer
             doorbell_close(fds[:2])  # the slab and the engine's bell are here already
-            where = session.name
+            where = peer.name
             for fields, fd in zip(answer["groups"], fds[2:], strict=True):
-                seats = Seats(
-                    self.slab, self.spec, fields, fd, f"{where}, group {len(session.seats)}"
-                )
-                session.seats.append(seats)
-                self._loop.add_reader(fd, self._ring, session, len(session.seats) - 1)
-            self._welcome(session, resumed=False)
+                seats = Seats(self.slab, self.spec, fields, fd, f"{where}, group {len(peer.seats)}")
+                peer.seats.append(seats)
+                self._loop.add_reader(fd, self._ring, peer, len(peer.seats) - 1)
+            self._welcome(peer, resumed=False)
             self._say(
-                f"{where}: {sum(len(seats.view.reward) for seats in session.seats)} slots for {session.hello['env']}"
+                f"{where}: {sum(len(seats.view.reward) for seats in peer.seats)} slots for {peer.hello['env']}"
             )
             return
         doorbell_close(fds)
         self._loop.remove_reader(door.fileno())
         door.close()
-        session.door = None
-        if (
-            answer.get("retry")
-            and time.monotonic() - session.knocking_since_s < self.heartbeat_s * 10
-        ):
-            session.retry_s = time.monotonic() + _DOOR_RETRY_S
-            self._loop.call_later(_DOOR_RETRY_S, self._knock_again, session)
+        peer.door = None
+        if answer.get("retry") and time.monotonic() - peer.knocking_since_s < self.heartbeat_s * 10:
+            peer.retry_s = time.monotonic() + _DOOR_RETRY_S
+            self._loop.call_later(_DOOR_RETRY_S, self._knock_again, peer)
             return
         error = answer.get("error") or AddressError(what="the server's door is closed").to_wire()
-        self._send(session.identity, wire.pack("refused", error=error, retry=not data))
-        self._end(session)
+        self._send(peer.identity, wire.pack("refused", error=error, retry=not data))
+        self._end(peer)
 
-    def _knock_again(self, session: Session) -> None:
-        if session.retry_s and session.token in self.by_token:
-            self._knock(session)
+    def _knock_again(self, peer: Peer) -> None:
+        if peer.retry_s and peer.token in self.by_token:
+            self._knock(peer)
 
-    def _welcome(self, session: Session, *, resumed: bool) -> None:
-        self._send(session.identity, wire.pack(
-            "welcome", v=wire.VERSION, worker=session.welcome["worker"], seed=session.welcome["seed"], spec=self.spec.to_dict(),
-            groups=[seats.taken for seats in session.seats], resumed=resumed, heartbeat_ms=int(self.heartbeat_s * 1e3),
+    def _welcome(self, peer: Peer, *, resumed: bool) -> None:
+        self._send(peer.identity, wire.pack(
+            "welcome", v=wire.VERSION, worker=peer.welcome["worker"], seed=peer.welcome["seed"], spec=self.spec.to_dict(),
+            groups=[seats.taken for seats in peer.seats], resumed=resumed, heartbeat_ms=int(self.heartbeat_s * 1e3),
             lease_ms=int(self.lease_s * 1e3), lz4=wire.has_lz4(),
         ))  # fmt: skip
 
-    def _end(self, session: Session) -> None:
-        """Forgets a session; closing its line to the door gives the seats back."""
-        self.by_token.pop(session.token, None)
-        if self.by_identity.get(session.identity) is session:
-            del self.by_identity[session.identity]
-        session.retry_s = 0.0
-        for seats in session.seats:
+    def _end(self, peer: Peer) -> None:
+        """Forgets a peer; closing its line to the door gives the seats back."""
+        self.by_token.pop(peer.token, None)
+        if self.by_identity.get(peer.identity) is peer:
+            del self.by_identity[peer.identity]
+        peer.retry_s = 0.0
+        for seats in peer.seats:
             self._loop.remove_reader(seats.door)
             os.close(seats.door)
-        session.seats = []
-        if session.door is not None:
-            self._loop.remove_reader(session.door.fileno())
-            session.door.close()
-            session.door = None
+        peer.seats = []
+        if peer.door is not None:
+            self._loop.remove_reader(peer.door.fileno())
+            peer.door.close()
+            peer.door = None
 
     def _refuse(self, identity: bytes, error: SeedrlError, retry: bool) -> None:
         self._send(identity, wire.pack("refused", error=error.to_wire(), retry=retry))
 
     def cut(self, identity: bytes, error: SeedrlError) -> None:
         """Shows a peer out that does not keep to the protocol: it is told why, and nothing more of that connection is heard."""
-        session = self.by_identity.get(identity)
-        where = session.name if session is not None else f"connection {identity.hex()}"
+        peer = self.by_identity.get(identity)
+        where = peer.name if peer is not None else f"connection {identity.hex()}"
         self._say(f"cut off {where}: {error.what}")
         error.where = error.where or where
         self._refuse(identity, error, False)
-        if session is not None:
-            self._tell_door(session, {"type": "warning", "message": f"cut off: {error.what}"})
-            self._end(session)
+        if peer is not None:
+            self._tell_door(peer, {"type": "warning", "message": f"cut off: {error.what}"})
+            self._end(peer)
         self._cut[identity] = None
         if len(self._cut) > _MAX_CUT:
             self._cut.popitem(last=False)
 
     # --------------------------------------------------------------------------------------------------- messages out
 
-    def _ring(self, session: Session, number: int) -> None:
-        seats = session.seats[number]
+    def _ring(self, peer: Peer, number: int) -> None:
+        seats = peer.seats[number]
         doorbell.hush(seats.door)
         if seats.answered:
-            self._answer(session, number)
+            self._answer(peer, number)
         elif self._stop[STOP]:
-            self._send(session.identity, wire.pack("stop"))
+            self._send(peer.identity, wire.pack("stop"))
 
-    def _answer(self, session: Session, number: int) -> None:
-        seats = session.seats[number]
+    def _answer(self, peer: Peer, number: int) -> None:
+        seats = peer.seats[number]
         header = wire.pack("answer", g=number, n=seats.taken)
-        self._send(session.identity, header, *seats.frames.answer())
+        self._send(peer.identity, header, *seats.frames.answer())
 
     def _send(self, identity: bytes, *frames: Any) -> None:
         """Sends without waiting. What a peer has no room for is lost to it alone: its ping asks again."""
@@ -436,21 +431,21 @@ class Gateway:
         if self._unsaid and self._tokens >= 1:
             self._say(f"and {self._unsaid} more lines that were not written")
             self._unsaid = 0
-        for session in list(self.by_token.values()):
-            session.pings = 0
-            if now - session.heard_s > self.lease_s:
+        for peer in list(self.by_token.values()):
+            peer.pings = 0
+            if now - peer.heard_s > self.lease_s:
                 why = f"nothing was heard of it for {self.lease_s:g} s"
-                self._say(f"{session.name}: {why}; its seats are given back")
-                self._tell_door(session, {"type": "warning", "message": why})
-                self._send(session.identity, wire.pack("ended", why=why))
-                self._end(session)
+                self._say(f"{peer.name}: {why}; its seats are given back")
+                self._tell_door(peer, {"type": "warning", "message": why})
+                self._send(peer.identity, wire.pack("ended", why=why))
+                self._end(peer)
         self.drain_soon()
 
     def stop(self) -> None:
         """Tells every worker that the run is over, where that is so; otherwise they wait for the next server here."""
         if self._stop[STOP]:
-            for session in list(self.by_token.values()):
-                self._send(session.identity, wire.pack("stop"))
+            for peer in list(self.by_token.values()):
+                self._send(peer.identity, wire.pack("stop"))
 
     def _say(self, text: str) -> None:
         """A line of the log; strangers cannot fill the disk with them."""
