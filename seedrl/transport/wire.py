@@ -46,6 +46,7 @@ import numpy as np
 
 from seedrl.errors import AddressError, ConfigError, ProtocolError
 from seedrl.spec import INFO_MASK, EnvSpec
+from seedrl.transport.attach import ADDRESS_FORMS
 from seedrl.transport.slab import GroupView
 
 VERSION = 1
@@ -203,7 +204,7 @@ def parse_tcp(address: str, *, listen: bool = False) -> tuple[str, int]:
     if found is None or not (0 if listen else 1) <= int(found[2]) < 65536:
         raise AddressError(
             what=f"'{address}' is no address of the form tcp://HOST:PORT", where="address",
-            do="for instance tcp://127.0.0.1:5555 or tcp://*:5555",
+            do="for instance tcp://*:5555" if listen else ADDRESS_FORMS,
         )  # fmt: skip
     return found[1], int(found[2])
 
