@@ -46,7 +46,7 @@ import numpy as np
 
 from seedrl.errors import AddressError, ConfigError, ProtocolError
 from seedrl.spec import INFO_MASK, EnvSpec
-from seedrl.transport.attach import ADDRESS_FORMS
+from seedrl.transport.attach import ADDRESS_FORMS, parse_unix
 from seedrl.transport.slab import GroupView
 
 VERSION = 1
@@ -216,6 +216,7 @@ def is_loopback(host: str) -> bool:
 def is_remote(address: str, *, listen: bool = False) -> bool:
     """Whether it is reached over ZeroMQ. Raises: AddressError when it is no address at all."""
     if address.startswith("unix://"):
+        parse_unix(address)
         return False
     if address.startswith("ipc://") and len(address) > len("ipc://"):
         return True

@@ -79,7 +79,8 @@ def test_checkpoints_of_another_architecture_or_environment_are_refused(tmp_path
 def test_attach_refuses_a_wrong_address_and_wrong_arguments(tmp_path: Path) -> None:
     for address in ("door", "tcp:/x", "unix://"):
         code, text = seedrl("attach", address, "--env", "CartPole-v1", cwd=tmp_path)
-        assert code == 2 and "unix://" in text
+        assert code == 2 and "unix://PATH" in text and "tcp://HOST:PORT" in text
+        assert "trying" not in text, "what is no address will not become one"
     code, text = seedrl(
         "attach", "unix://door", "--env", "CartPole-v1", "--env-kwargs", "{", cwd=tmp_path
     )
