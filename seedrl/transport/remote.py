@@ -256,12 +256,12 @@ class RemoteLink:
             )  # fmt: skip
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             what = (
-                "encrypts, and this worker has no key"
+                "it encrypts, and this worker has no key"
                 if self._key is None
-                else "does not encrypt, and this worker has a key"
+                else "it does not encrypt, and this worker has a key"
             )
             raise LeaseRefused(
-                what=f"the handshake with {self._address} failed: it speaks another protocol, or {what}", where="--key",
+                what=f"the handshake with {self._address} failed: something else listens there, or {what}", where="--key",
                 do="give the key that was made for this server" if self._key is None else "leave --key out, or start the server with --keys DIR",
             )  # fmt: skip
         self._vague += 1

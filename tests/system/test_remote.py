@@ -117,7 +117,7 @@ def test_a_worker_that_may_not_come_in_is_told_why_in_one_line(tmp_path: Path) -
         "".join(line for line in allowed.read_text().splitlines(True) if "gone" not in line)
     )
     cases = [
-        ((), "hangs up during the handshake: this worker has no key"),
+        ((), "this worker has no key"),
         (("--key", "other/worker.key"), "the key was made for another server"),
         (("--key", "keys/gone.key"), "refuses this key: it is not on its allow-list"),
         (("--key", "keys/worker.key", "--envs-per-worker", "300"), "300 environments do not fit: 256 of 256 slots are free"),
