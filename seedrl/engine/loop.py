@@ -49,6 +49,7 @@ from seedrl.transport.slab import (
     START,
     STEP_NS,
     SUPERVISOR_LINE,
+    WORKER,
     Phase,
     Slab,
     SlabLayout,
@@ -204,12 +205,15 @@ class Engine:
         return groups[evaluation[groups]], int(self.seating.size[evaluation].sum())
 
     def _unfinished(self) -> np.ndarray:
-        """Groups within an unroll: what a pause waits for."""
-        seating, writer = self.seating, self.writer
-        training = np.flatnonzero((seating.size > 0) & ~seating.evaluation).tolist()
-        left = [g for g in training if writer is not None and writer.unfinished(seating.rows[g])]
-        self.board.set("unfinished_groups", len(left))
-        return np.array(left, np.int64)
+        """Groups that must go on until every unroll is full: what a pause waits for."""
+        lease, seating = self.slab.lease, self.seating
+        left = np.flatnonzero((seating.size > 0) & ~seating.evaluation)
+        if self.writer is None:
+            left = left[:0]
+        elif left.size:  # a group's slots advance together: its first one tells
+            left = left[self.writer.unfinished(lease[left, START], lease[left, WORKER])]
+        self.board.set("unfinished_groups", left.size)
+        return left
 
     def _held_back(self) -> bool:
         """Whether the bound on lag stops acting: unrolls made so far against versions published."""

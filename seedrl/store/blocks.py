@@ -217,10 +217,20 @@ class Appender:
         """New blocks that appending one row to each of `slots` would take."""
         return int(np.count_nonzero(self._count[slots] % self.rule.block_length == 0))
 
-    def unfinished(self, slots: np.ndarray) -> bool:
-        """Whether some of `slots` is within an unroll: more rows than the last one's bootstrap row, which begins the next."""
+    def unfinished(self, slots: np.ndarray, workers: np.ndarray) -> np.ndarray:
+        """Which of `slots` must go on until every unroll is full: bool [B].
+
+        A full unroll ends with the bootstrap row that begins the next. A worker goes round its groups in a fixed order, so that one
+        which gets no answer stops them all: all go on to where the furthest of them has its unroll full.
+
+        Args: slots, workers int64 [B]: slots, and the number of the worker that each belongs to.
+        """
         counts, unroll = self._count[slots], self.rule.unroll_length
-        return bool(((counts > 0) & (counts % unroll != 1 % unroll)).any())
+        of, worker = np.unique(workers, return_inverse=True)
+        furthest = np.zeros(of.size, np.int64)
+        np.maximum.at(furthest, worker, counts)
+        goal = np.where(furthest > 0, -((1 - furthest) // unroll) * unroll + 1, 0)
+        return counts < goal[worker]
 
     def append(self, slots: np.ndarray, columns: Columns, states: list[Tensor]) -> Unrolls | None:
         """Appends one row to each slot.

@@ -144,9 +144,9 @@ class ReplayWriter:
             return len(free) >= slots.size or len(free) >= self._appender.blocks_needed(slots)
         return True
 
-    def unfinished(self, slots: np.ndarray) -> bool:
-        """Whether some of `slots` is within an unroll."""
-        return self._appender.unfinished(slots)
+    def unfinished(self, slots: np.ndarray, workers: np.ndarray) -> np.ndarray:
+        """Which of `slots` must go on until every unroll is full. See `Appender.unfinished`."""
+        return self._appender.unfinished(slots, workers)
 
     def _collect(self) -> None:
         control, size = self._control, self._layout.num_blocks

@@ -231,6 +231,46 @@ def test_no_sampled_row_is_older_than_max_lag_and_the_others_are_counted() -> No
     assert accounts["stale_rows"] == 2 * 5 * 2  # unrolls begun at versions 0 to 4
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    unroll=st.integers(1, 6),
+    groups=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    steps=st.integers(0, 40),
+    seed=st.integers(0, 1 << 20),
+)
+def test_unrolls_come_to_their_end_although_a_worker_serves_its_groups_in_turn(
+    unroll: int, groups: list[int], steps: int, seed: int
+) -> None:
+    """`groups`: how many each worker has. A worker waits for the answer to one group before it goes to its next."""
+    random, worker = Random(seed), np.repeat(np.arange(len(groups)), groups)
+    bench = Bench(slots=worker.size, unroll=unroll, burn_in=0, length=unroll, batch=1, extra=400)
+    slots = np.arange(worker.size)
+    asking = np.ones(worker.size, bool)
+    turn = np.array([np.flatnonzero(worker == w)[0] for w in range(len(groups))])
+
+    def move(may_be_answered: np.ndarray) -> bool:
+        """An engine that answers some of those that ask, a worker that goes on where it can."""
+        ready = slots[asking & may_be_answered]
+        for slot in ready[[random.random() < 0.7 for _ in ready]].tolist():
+            bench.append(np.array([slot]))
+            asking[slot] = False
+        stuck = not ready.size
+        for w in range(len(groups)):
+            if not asking[turn[w]]:
+                stuck, asking[turn[w]] = False, True
+                mine = slots[worker == w]
+                turn[w] = mine[(np.searchsorted(mine, turn[w]) + 1) % mine.size]
+        return not stuck
+
+    everyone = np.ones(worker.size, bool)
+    for _ in range(steps):
+        move(everyone)
+    while (left := bench.writer.unfinished(slots, worker)).any():
+        assert move(left), (bench.count, asking, turn)
+    assert (((bench.count - 1) % unroll == 0) | (bench.count == 0)).all()
+    assert bench.count.sum() <= steps * worker.size + 2 * unroll * worker.size
+
+
 def test_no_room_until_the_learner_has_consumed() -> None:
     bench = Bench(slots=1, unroll=4, burn_in=0, length=4, batch=1)
     slot = np.array([0])
