@@ -91,7 +91,7 @@ def test_few_environments_an_evaluation_seat_alone_acts_at_once(tmp_path: Path) 
     assert json.loads(text.strip().splitlines()[-1])["episodes"] == 1
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "max-seconds"])
+@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("max-seconds", marks=pytest.mark.long)])
 def test_stop_with_a_backlog_is_done_within_ten_seconds(tmp_path: Path, how: str) -> None:
     more = (
         "policy.name=system_policies:slow_to_learn",
@@ -165,7 +165,12 @@ def test_an_exception_in_the_supervisor_ends_everything_with_exit_1(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("end", "stubborn"),
-    [("itself", False), ("ctrl-c", True), ("kill supervisor", True), ("kill worker", True)],
+    [
+        pytest.param("itself", False, marks=pytest.mark.long),
+        ("ctrl-c", True),
+        ("kill supervisor", True),
+        ("kill worker", True),
+    ],
 )
 def test_SpawnsChild_no_process_of_the_run_is_left(
     tmp_path: Path, stubborn: bool, end: str

@@ -99,7 +99,7 @@ def test_Hangs_over_the_network_the_others_keep_their_throughput(tmp_path: Path)
             _wait(lambda: newest(tmp_path / "run", "live_slots") == 4)
 
 
-@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+@pytest.mark.parametrize("scheme", [pytest.param("unix", marks=pytest.mark.long), "tcp"])
 def test_SometimesSlow_nobody_is_declared_dead_and_the_others_do_not_wait(
     tmp_path: Path, scheme: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_ClockJumps_no_timeout_fires_and_time_only_grows(tmp_path: Path) -> None
     assert newest(tmp_path / "run", "interrupted_episodes") == 0
 
 
-@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+@pytest.mark.parametrize("scheme", [pytest.param("unix", marks=pytest.mark.long), "tcp"])
 def test_a_registered_id_is_found_by_every_worker_and_a_misspelt_one_named(
     tmp_path: Path, scheme: str
 ) -> None:

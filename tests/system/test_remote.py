@@ -47,7 +47,7 @@ def _balances(acted: dict[str, int]) -> bool:
     )
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+@pytest.mark.parametrize("scheme", [pytest.param("ipc", marks=pytest.mark.long), "tcp"])
 def test_case_1_over_the_network_no_mixing(tmp_path: Path, scheme: str) -> None:
     listen = Listen(f"ipc://{tmp_path}/gate" if scheme == "ipc" else "tcp://127.0.0.1:0")
     with Harness(_echo(tmp_path), tmp_path, num_slots=64, listen=listen) as run:

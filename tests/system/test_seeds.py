@@ -46,7 +46,7 @@ def test_SeedEcho_seeds_are_the_runs_and_no_two_seats_share_one(tmp_path: Path) 
     assert firsts["a"] <= firsts["d"]
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.long), 1.0])
 def test_RawReturn_is_what_the_environment_paid(tmp_path: Path, clip: float | None) -> None:
     result = play(tmp_path, "envs:RawReturn", env={"reward_clip": clip})
     assert result.evaluation is not None
