@@ -210,7 +210,7 @@ class Engine:
         left = np.flatnonzero((seating.size > 0) & ~seating.evaluation)
         if self.writer is None:
             left = left[:0]
-        elif left.size:  # a group's slots advance together: its first one tells
+        else:  # a group's slots advance together: its first one tells
             left = left[self.writer.unfinished(lease[left, START], lease[left, WORKER])]
         self.board.set("unfinished_groups", left.size)
         return left

@@ -37,7 +37,6 @@ MAX_MESSAGE_BYTES = (
     200_000  # below the default socket buffer, so that a message never blocks half-way
 )
 MAX_GROUPS_PER_WORKER = 64
-ADDRESS_FORMS = "unix://PATH on this host (unix:///run/user/1000/seedrl.sock, say), tcp://HOST:PORT from another"
 _CONTROL_S = 5.0
 
 
@@ -48,7 +47,7 @@ def parse_unix(address: str) -> Path:
         raise AddressError(
             what=f"'{address}' is not an address that workers can attach to",
             where="address",
-            do=ADDRESS_FORMS,
+            do="use unix://PATH, for instance unix:///run/user/1000/seedrl.sock",
         )
     return Path(path)
 

@@ -46,7 +46,6 @@ import numpy as np
 
 from seedrl.errors import AddressError, ConfigError, ProtocolError
 from seedrl.spec import INFO_MASK, EnvSpec
-from seedrl.transport.attach import ADDRESS_FORMS, parse_unix
 from seedrl.transport.slab import GroupView
 
 VERSION = 1
@@ -204,7 +203,7 @@ def parse_tcp(address: str, *, listen: bool = False) -> tuple[str, int]:
     if found is None or not (0 if listen else 1) <= int(found[2]) < 65536:
         raise AddressError(
             what=f"'{address}' is no address of the form tcp://HOST:PORT", where="address",
-            do="for instance tcp://*:5555" if listen else ADDRESS_FORMS,
+            do="for instance tcp://*:5555" if listen else "tcp://127.0.0.1:5555, say; on the server's own host also unix://PATH",
         )  # fmt: skip
     return found[1], int(found[2])
 
@@ -215,11 +214,9 @@ def is_loopback(host: str) -> bool:
 
 def is_remote(address: str, *, listen: bool = False) -> bool:
     """Whether it is reached over ZeroMQ. Raises: AddressError when it is no address at all."""
-    if address.startswith("unix://"):
-        parse_unix(address)
-        return False
-    if address.startswith("ipc://") and len(address) > len("ipc://"):
-        return True
+    scheme, _, path = address.partition("://")
+    if scheme in ("unix", "ipc") and path:
+        return scheme == "ipc"
     parse_tcp(address, listen=listen)
     return True
 

@@ -81,6 +81,8 @@ def test_attach_refuses_a_wrong_address_and_wrong_arguments(tmp_path: Path) -> N
         code, text = seedrl("attach", address, "--env", "CartPole-v1", cwd=tmp_path)
         assert code == 2 and "unix://PATH" in text and "tcp://HOST:PORT" in text
         assert "trying" not in text, "what is no address will not become one"
+    code, text = seedrl("serve", "cartpole", "--bind", "door", cwd=tmp_path)
+    assert code == 2 and "unix://PATH" in text and "tcp://" not in text, "--bind takes no other"
     code, text = seedrl(
         "attach", "unix://door", "--env", "CartPole-v1", "--env-kwargs", "{", cwd=tmp_path
     )
