@@ -22,7 +22,7 @@ from seedrl.engine.step import PolicyStep, state_leaves
 from seedrl.policy.base import Heads, make_policy
 from seedrl.spec import spec_from_spaces
 from seedrl.store.blocks import BlockStorage
-from seedrl.store.board import Board
+from seedrl.store.board import BATCHES, BatchReader, Board
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import ReplayReader, ReplayWriter
 from seedrl.transport import doorbell
@@ -61,6 +61,7 @@ def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[
     layout = SlabLayout.of(spec, slots, num_groups)
     slab = Slab(host.map_shared(host.memfd("slab", layout.nbytes), layout.nbytes), layout)
     board = Board(host.map_shared(host.memfd("board", Board.nbytes(0)), Board.nbytes(0)), 0)
+    counted = BatchReader(board)
     bell, doors = doorbell.make(), [doorbell.make() for _ in range(num_groups)]
     torch.set_num_threads(1)
     policy, heads = make_policy(config.policy, spec).eval(), Heads(spec.action)
@@ -80,8 +81,10 @@ def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[
     slab.control[DOOR_LINE, DOOR_EPOCH] += 1
     slab.control[SUPERVISOR_LINE, PHASE] = Phase.ACT
     took_ns, before = 0, {}
+    assert batches < BATCHES
     for number in range(batches + 200):
         if number == 200:  # the first ones warm up
+            counted.count()
             before = {name: board.histograms[name].copy() for name in STAGES}
             took_ns = 0
         slab.asked[:, PUBLISHED_NS] = time.monotonic_ns()
@@ -92,6 +95,7 @@ def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[
         took_ns += time.perf_counter_ns() - begin
         while reader.sample(slots, timeout_s=0) is not None:
             pass
+    counted.count()
     stages = {name: board.histograms[name].since(before[name]) for name in STAGES}
     means = {name.replace("_ns", "_us"): round(h.mean * 1e-3, 1) for name, h in stages.items()}
     total = took_ns / batches * 1e-3

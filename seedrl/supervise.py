@@ -26,7 +26,7 @@ from seedrl.errors import RunError, SeedrlError, from_wire
 from seedrl.evaluation import Evaluation, Round
 from seedrl.listen import Listen, Listener
 from seedrl.spec import EnvSpec
-from seedrl.store.board import Board, EpisodeReader
+from seedrl.store.board import BatchReader, Board, EpisodeReader
 from seedrl.transport import doorbell
 from seedrl.transport.channel import Channel
 from seedrl.transport.door import Door, Lease
@@ -138,6 +138,7 @@ class Supervisor:
         self.slab = Slab(host.map_shared(self._slab_fd, self.layout.nbytes), self.layout)
         self._board_fd = host.memfd("board", Board.nbytes(stats))
         self.board = Board(host.map_shared(self._board_fd, Board.nbytes(stats)), stats)
+        self._batches, self._batches_counted_s = BatchReader(self.board), 0.0
         self._bell, self._learner_bell = doorbell.make(), doorbell.make()
         self._doors = [doorbell.make() for _ in range(self.layout.num_groups)]
         batching = self.config.batching
@@ -307,6 +308,9 @@ class Supervisor:
         for key, _ in self._selector.select(timeout_s):
             key.data(key.fileobj)
         self.door.collect()
+        if time.monotonic() - self._batches_counted_s >= _TICK_S:
+            self._batches.count()
+            self._batches_counted_s = time.monotonic()
         if self.failure is not None:
             raise self.failure
 

@@ -64,6 +64,7 @@ class Ready:
     rows: np.ndarray  # int64 [B], slots
     evaluation: np.ndarray | None  # int64: positions in `rows`; None when there are none
     training: np.ndarray | None  # int64: the other positions; None when that is all of them
+    lines: np.ndarray  # int64 [G, 16]: what the groups asked
     reason: Reason
     oldest_ns: int
 
@@ -82,14 +83,8 @@ class Seating:
         )  # what nobody asks beyond: not live
         self.rows: list[np.ndarray] = [np.zeros(0, np.int64)] * groups
         self.epoch = -1
-
-    @property
-    def live(self) -> int:
-        return int(self.size.sum())
-
-    @property
-    def live_training(self) -> int:
-        return int(self.size[~self.evaluation].sum())
+        self.live = 0  # rows
+        self.evaluates = False  # whether any group is one of evaluation
 
     def update(self) -> list[tuple[np.ndarray, bool, bool]]:
         """Follows the door's table; returns (slots, evaluation, said bye) of each lease that ended."""
@@ -112,6 +107,8 @@ class Seating:
                 line[GENERATION] > self.slab.drained[group, 0]
             ):  # leased and ended between two looks
                 self.generation[group] = self.slab.drained[group, 0] = line[GENERATION]
+        self.live = int(self.size.sum())
+        self.evaluates = bool(self.evaluation[self.size > 0].any())
         return ended
 
 
@@ -139,6 +136,7 @@ class Engine:
         self._phase = Phase.WAIT
         self._blocked_since: dict[str, int] = {}
 
+    @torch.inference_mode()  # once for the whole step: to enter it costs as much as a small layer
     def step(self) -> bool:
         """One batch; False when the supervisor wants the engine to end."""
         ready = self.wait()
@@ -157,7 +155,10 @@ class Engine:
         self._count(ready)
         self.append(ready)
         t4 = time.monotonic_ns()
-        self._measure(ready, (t0, t1, t2, t3, t4), time.thread_time_ns() - cpu0)
+        cpu_ns = time.thread_time_ns() - cpu0
+        self.board.log_batch(
+            (ready.oldest_ns, t0, t1, t2, t3, t4, cpu_ns), ready.rows.size, ready.lines[:, _TIMES]
+        )
         return True
 
     # ------------------------------------------------------------------------------------------------------ wait
@@ -177,13 +178,16 @@ class Engine:
             if groups.size:
                 groups, live = self._eligible(groups)
             if groups.size:
-                published, sizes = slab.asked[groups, PUBLISHED_NS], seating.size[groups]
+                lines, sizes = slab.asked[groups], seating.size[groups]
+                published = lines[:, PUBLISHED_NS]
                 count, oldest_ns = int(sizes.sum()), int(published.min())
                 oldest_us = (time.monotonic_ns() - oldest_ns) * 1e-3
                 reason = reason_to_fire(count, live, oldest_us, self.rule)
                 if reason is not None:
-                    chosen = choose(published, sizes, self.rule.max_batch)
-                    ready = self._take(groups[chosen], reason, oldest_ns)
+                    if count > self.rule.max_batch:
+                        chosen = choose(published, sizes, self.rule.max_batch)
+                        groups, lines = groups[chosen], lines[chosen]
+                    ready = self._take(groups, lines, reason, oldest_ns)
                     if ready is not None:
                         return ready
                 else:
@@ -222,10 +226,13 @@ class Engine:
         max_lag, batch_size = self._admission
         published = self.writer.version - self._first_version
         held = self.writer.unrolls - self.writer.stale_unrolls >= (published + max_lag) * batch_size
-        self._blocked("blocked_lag_ns", held)
+        if held or self._blocked_since:
+            self._blocked("blocked_lag_ns", held)
         return held
 
-    def _take(self, groups: np.ndarray, reason: Reason, oldest_ns: int) -> Ready | None:
+    def _take(
+        self, groups: np.ndarray, lines: np.ndarray, reason: Reason, oldest_ns: int
+    ) -> Ready | None:
         """The batch of these groups; without those for whose rows replay has no room, None when that leaves none."""
         rows, evaluation, training = self._rows(groups)
         if self.writer is not None and (training is None or training.size):
@@ -233,15 +240,18 @@ class Engine:
             if not room or self._blocked_since:
                 self._blocked("blocked_room_ns", not room)
             if not room:
-                groups = groups[self.seating.evaluation[groups]]
+                kept = self.seating.evaluation[groups]
+                groups, lines = groups[kept], lines[kept]
                 if not groups.size:
                     return None
                 rows, evaluation, training = self._rows(groups)
-        return Ready(groups, rows, evaluation, training, reason, oldest_ns)
+        return Ready(groups, rows, evaluation, training, lines, reason, oldest_ns)
 
     def _rows(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         parts = [self.seating.rows[group] for group in groups.tolist()]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if not self.seating.evaluates:
+            return rows, None, None
         flags = self.seating.evaluation[groups]
         if not flags.any():
             return rows, None, None
@@ -296,12 +306,13 @@ class Engine:
 
     def _log_episodes(self, ready: Ready) -> None:
         """Logs the episodes that end in this batch: before the answer, which gives their rows back to the worker."""
+        if not self.policy_step.eventful:
+            return
         rows, slab = ready.rows, self.slab
         flags = self.policy_step.flags[: rows.size]
-        self._ended = ended = (flags[:, 0] | flags[:, 1]) != 0
-        if not ended.any():
+        at = np.flatnonzero(flags[:, 0] | flags[:, 1])
+        if not at.size:
             return
-        at = np.flatnonzero(ended)
         slots = rows[at]
         evaluation = np.zeros(rows.size, bool)
         if ready.evaluation is not None:
@@ -311,25 +322,27 @@ class Engine:
         )  # fmt: skip
 
     def _count(self, ready: Ready) -> None:
-        """Counts batch, rows and environment steps."""
+        """Counts rows and environment steps, and what the batch fired for."""
         rows, board = ready.rows, self.board
-        flags = self.policy_step.flags[: rows.size]
-        counted = flags if ready.training is None else flags[ready.training]
-        _, _, first, interrupted = np.count_nonzero(counted, axis=0).tolist()
-        if interrupted:
-            board.add("interrupted_episodes", interrupted)
-        self._in_episode[rows] = ~self._ended
-        board.add("batches", 1)
+        counted, first = rows.size if ready.training is None else ready.training.size, 0
+        if self.policy_step.eventful:
+            flags = self.policy_step.flags[: rows.size]
+            self._in_episode[rows] = (flags[:, 0] | flags[:, 1]) == 0
+            if ready.training is not None:
+                flags = flags[ready.training]
+            _, _, first, interrupted = np.count_nonzero(flags, axis=0).tolist()
+            if interrupted:
+                board.add("interrupted_episodes", interrupted)
         board.add(_FIRED[ready.reason], 1)
-        board.add("rows_acted", len(counted))
-        board.add("env_steps", len(counted) - first)
+        board.add("rows_acted", counted)
+        board.add("env_steps", counted - first)
         if ready.training is not None:
-            board.add("evaluation_rows", rows.size - len(counted))
+            board.add("evaluation_rows", rows.size - counted)
 
     def answer(self, ready: Ready) -> None:
         """Actions into the slab, sequence numbers after them, a ring for each group."""
         self.policy_step.answer(ready.rows)
-        asked = self._asked[ready.groups]
+        asked = ready.lines[:, SEQUENCE]
         self.seating.answered[ready.groups] = asked
         self._answered[ready.groups] = asked
         for group in ready.groups.tolist():
@@ -338,27 +351,13 @@ class Engine:
     def append(self, ready: Ready) -> None:
         if self.writer is None or (ready.training is not None and not ready.training.size):
             return
-        columns, states = self.policy_step.columns(ready.rows.size, self.version, ready.training)
+        columns, states = self.policy_step.columns(self.version, ready.training)
         slots = ready.rows if ready.training is None else ready.rows[ready.training]
         self.board.add("rows_stored", self.writer.append(slots, columns, states))
 
-    def _measure(self, ready: Ready, times: tuple[int, ...], cpu_ns: int) -> None:
-        board = self.board
-        histograms = board.histograms
-        t0, t1, t2, t3, t4 = times
-        histograms["wait_ns"].add(t0 - ready.oldest_ns)
-        histograms["ingest_ns"].add(t1 - t0)
-        histograms["forward_ns"].add(t2 - t1)
-        histograms["answer_ns"].add(t3 - t2)
-        histograms["append_ns"].add(t4 - t3)
-        histograms["deschedule_ns"].add(max(0, t4 - t0 - cpu_ns))
-        histograms["batch_rows"].add(ready.rows.size)
-        lines = self.slab.asked[ready.groups]
-        histograms["rtt_ns"].add_many(lines[:, RTT_NS])
-        histograms["env_step_ns"].add_many(lines[:, STEP_NS])
-
 
 _CPU = torch.device("cpu")
+_TIMES = slice(RTT_NS, STEP_NS + 1)
 _RUNNING = (Phase.ACT, Phase.PAUSED, Phase.FINISH)  # what is open stays open
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from seedrl.policy.numpy_step import NumpyChoice, NumpyMLP
 from seedrl.store.blocks import Columns, torch_dtype
 from seedrl.store.state import State, StateStore, leaves
 from seedrl.transport.slab import Slab
@@ -17,6 +20,23 @@ if TYPE_CHECKING:
 
 _FIRST = 2  # column of `flags`
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The first `count` rows of every buffer: made once for a size of batch, as each view of a tensor costs microseconds."""
+
+    gathers: list[tuple[np.ndarray, np.ndarray]]  # the slab's leaf, and where its rows go
+    copies: list[tuple[Tensor, Tensor]]  # device, host: what the device needs
+    flags: np.ndarray  # uint8 [B, 4]
+    events: np.ndarray  # uint32 [B]: the four flags as one number
+    first_host: np.ndarray  # bool [B]
+    host_obs: np.ndarray  # [B, ...] of the first leaf
+    host_mask: np.ndarray | None  # uint8 [B, M]
+    obs: dict[str, Tensor] | Tensor  # [1, B, ...]: time first
+    first: Tensor  # bool [1, B]
+    mask: Tensor | None  # uint8 [1, B, M]
+    columns: Columns
 
 
 class PolicyStep:
@@ -41,15 +61,18 @@ class PolicyStep:
         self._device = device
         self._apart = device.type != "cpu" if apart is None else apart
         self._store_apart = self._apart and store_device == device
-        self._host = _from_device if self._apart else torch.Tensor.numpy
-        self._kept = (
-            _as_it_is if self._store_apart else self._host
+        self._host: Callable[[Any], np.ndarray] = _row_from_device if self._apart else _row
+        self._kept: Callable[[Any], Any] = (
+            _row_on_device if self._store_apart else self._host
         )  # what the policy made, as the store takes it
         self.states = StateStore(policy.initial_state(1), slab.layout.num_slots, device)
         self._generator = torch.Generator(device).manual_seed(seed)
+        # where small layers are, their calls cost more than they do
+        self._mlp = None if self._apart else NumpyMLP.of(policy, max_rows)
+        self._choice = None if self._apart else NumpyChoice.of(heads.leaves, max_rows, seed)
         self._stage: dict[str, np.ndarray] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []  # device, host: what the device needs
-        self._obs: dict[str, Tensor] = {}  # [1, max_rows, ...] of the same memory: time first
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._obs: dict[str, Tensor] = {}
         for name, source in slab.obs.items():
             self._obs[name] = self._staged(f"obs/{name}", source, max_rows).unsqueeze(0)
         reward = self._staged("reward", slab.reward, max_rows, self._store_apart)
@@ -71,7 +94,14 @@ class PolicyStep:
             self._columns = {name: leaf.numpy() for name, leaf in self._columns.items()}
         begins = self._on_device(torch.zeros(max_rows, dtype=torch.bool))
         self._first_host, self._first = begins[0], begins[1].unsqueeze(0)
-        self.flags = self._stage["flags"]
+        self._windows: dict[int, _Window] = {}  # at most `max_rows` of them
+        # what the step made: tensors [1, B, ...], or NumPy's [B, ...]
+        self.actions: dict[str, Any] = {}
+        self._log_prob: Any = None
+        self._value: Any = None
+        self._state_in: list[Tensor] = []
+        self.eventful = True  # whether any row of the batch has a flag
+        self.flags = self._stage["flags"]  # uint8 [max_rows, 4]
 
     def _staged(self, name: str, source: np.ndarray, max_rows: int, needed: bool = True) -> Tensor:
         """A buffer of `max_rows` rows that `ingest` fills, as the tensor that the device has of it when it is `needed` there."""
@@ -99,59 +129,76 @@ class PolicyStep:
 
     def ingest(self, rows: np.ndarray) -> None:
         """Copies the rows `rows` int64 [B] of every leaf out of the slab: one copy a leaf."""
-        count = rows.size
-        for name, source in self._sources.items():
-            np.take(source, rows, axis=0, out=self._stage[name][:count], mode="clip")
-        np.not_equal(self.flags[:count, _FIRST], 0, out=self._first_host[:count])
-        for on_device, host in self._copies:  # the answer, which is waited for, comes after them
-            on_device[:count].copy_(host[:count], non_blocking=True)
+        window = self._windows.get(rows.size)
+        if window is None:
+            window = self._windows[rows.size] = self._make_window(rows.size)
+        self._window = window
+        for source, staged in window.gathers:
+            source.take(rows, 0, staged, "clip")
+        self.eventful = bool(window.events.any())
+        if self.eventful:
+            np.not_equal(window.flags[:, _FIRST], 0, out=window.first_host)
+        else:
+            window.first_host.fill(False)
+        for on_device, host in window.copies:  # the answer, which is waited for, comes after them
+            on_device.copy_(host, non_blocking=True)
 
-    @torch.inference_mode()
+    def _make_window(self, count: int) -> _Window:
+        obs = {name: leaf[:, :count] for name, leaf in self._obs.items()}
+        flags = self.flags[:count]
+        return _Window(
+            gathers=[(source, self._stage[name][:count]) for name, source in self._sources.items()],
+            copies=[(on_device[:count], host[:count]) for on_device, host in self._copies],
+            flags=flags, events=flags.view(np.uint32)[:, 0], first_host=self._first_host[:count],
+            host_obs=self._stage[next(n for n in self._stage if n.startswith("obs/"))][:count],
+            host_mask=None if self._mask is None else self._stage["mask"][:count],
+            obs=obs if len(obs) > 1 else next(iter(obs.values())),
+            first=self._first[:, :count], mask=None if self._mask is None else self._mask[None, :count],
+            columns={name: column[:count] for name, column in self._columns.items()},
+        )  # fmt: skip
+
     def forward(self, rows: np.ndarray, evaluation: np.ndarray | None) -> None:
         """Runs the policy on the ingested rows; keeps actions and state.
 
         Args: rows int64 [B]; evaluation: positions in the batch that are evaluation slots, or None.
         """
-        count = rows.size
-        state, self._state_in = self.states.gather(rows, self._first_host[:count])
-        obs: dict[str, Tensor] | Tensor
-        if len(self._obs) == 1:
-            (leaf,) = self._obs.values()
-            obs = leaf[:, :count]
+        window = self._window
+        if self._mlp is not None:
+            numbers, value = self._mlp(window.host_obs)
+            inputs, self._value = torch.from_numpy(numbers[None]), value
         else:
-            obs = {name: leaf[:, :count] for name, leaf in self._obs.items()}
-        inputs, value, new = self.policy(obs, state, self._first[:, :count])
-        mask = None if self._mask is None else self._mask[:count]
-        inputs = inputs[0]
-        if self.greedy_for_all:
-            evaluation = np.arange(count)
-        actions, log_prob = self.heads.sample(inputs, mask, self._generator)
-        if evaluation is not None and self._greedy:
-            at = torch.from_numpy(evaluation).to(self._device)
-            best = self.heads.mode(
-                inputs.index_select(0, at), None if mask is None else mask.index_select(0, at)
+            state, self._state_in = self.states.gather(rows, window.first_host)
+            inputs, self._value, new = self.policy(window.obs, state, window.first)
+            self.states.scatter(rows, new)
+        best = np.arange(rows.size) if self.greedy_for_all else evaluation if self._greedy else None
+        if self._choice is not None:
+            action, self._log_prob = self._choice.sample(_row(inputs), window.host_mask, best)
+            self.actions = {self._choice.name: action}
+            return
+        mask = window.mask
+        actions, self._log_prob = self.heads.sample(inputs, mask, self._generator)
+        if best is not None:
+            at = torch.from_numpy(best).to(self._device)
+            likeliest = self.heads.mode(
+                inputs.index_select(1, at), None if mask is None else mask.index_select(1, at)
             )
-            for name, action in actions.items():
-                action.index_copy_(0, at, best[name])
-        self.states.scatter(rows, new)
-        self.actions, self._log_prob, self._value = actions, log_prob, value[0]
+            for name, drawn in actions.items():
+                drawn.index_copy_(1, at, likeliest[name])
+        self.actions = actions
 
-    @torch.inference_mode()
     def answer(self, rows: np.ndarray) -> None:
         """Writes the actions, as the environments want them, into the slab."""
-        for name, action in self.heads.to_env(self.actions).items():
-            self._slab.action[name][rows] = self._host(action)
+        head: Any = self.heads if self._choice is None else self._choice
+        wanted: dict[str, Any] = head.to_env(self.actions)
+        for name, actions in wanted.items():
+            self._slab.action[name][rows] = self._host(actions)
 
-    @torch.inference_mode()
-    def columns(
-        self, count: int, version: int, keep: np.ndarray | None
-    ) -> tuple[Columns, list[Tensor]]:
+    def columns(self, version: int, keep: np.ndarray | None) -> tuple[Columns, list[Tensor]]:
         """What the store appends: all row leaves [B, ...] and the leaves of the state entering the rows.
 
-        Args: keep: positions of the batch to store (the others are evaluation rows), or None for all `count`.
+        Args: keep: positions of the batch to store (the others are evaluation rows), or None for all.
         """
-        columns = {name: column[:count] for name, column in self._columns.items()}
-        kept = self._kept
+        columns, kept = dict(self._window.columns), self._kept
         (columns["version"].fill_ if self._store_apart else columns["version"].fill)(version)
         for name, action in self.actions.items():
             columns[f"action/{name}"] = kept(action)
@@ -166,12 +213,18 @@ class PolicyStep:
         return columns, states
 
 
-def _from_device(leaf: Tensor) -> np.ndarray:
-    return leaf.cpu().numpy()
+def _row(leaf: Tensor | np.ndarray) -> np.ndarray:
+    """[1, B, ...] -> [B, ...], as all of these; what NumPy made is that already."""
+    row: np.ndarray = leaf if isinstance(leaf, np.ndarray) else leaf.numpy()[0]
+    return row
 
 
-def _as_it_is(leaf: Tensor) -> Tensor:
-    return leaf
+def _row_from_device(leaf: Tensor) -> np.ndarray:
+    return _row(leaf.cpu())
+
+
+def _row_on_device(leaf: Tensor) -> Tensor:
+    return leaf[0]
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ Distribution = Literal["squashed", "clipped"]
 
 # As a logit: e^-1e9 is 0 in float32 and float64, 0 * -1e9 is 0 and not NaN, and all-illegal rows stay uniform and finite.
 ILLEGAL = -1e9
-_TINY = 1e-30  # a draw of exactly 0 would make even an illegal action's score infinite
+TINY = 1e-30  # a draw of exactly 0 would make even an illegal action's score infinite
 # A box's standard deviation, before squashing: [-1, 1] is the action's range there, so 2 is already wide.
 _MIN_STD, _INITIAL_STD, _MAX_STD = 0.01, 0.5, 2.0
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -270,7 +270,7 @@ def _choose(log_probs: Tensor, generator: torch.Generator | None, guarded: bool)
     """One draw of each distribution along the last dimension, which is kept as 1: the Gumbel trick, from exponential draws."""
     draws = torch.empty_like(log_probs).exponential_(generator=generator)
     if guarded:
-        draws.clamp_min_(_TINY)
+        draws.clamp_min_(TINY)
     scores = torch.sub(log_probs, draws.log_())
     return scores.argmax(-1, keepdim=True)
 
@@ -290,6 +290,7 @@ class Heads:
     """
 
     def __init__(self, action: Sequence[Leaf], distribution: Distribution = "squashed") -> None:
+        self.leaves = tuple(action)
         self._heads = {leaf.name: _head(leaf, distribution) for leaf in action}
         self._inputs = [head.num_inputs for head in self._heads.values()]
         self._masks = [head.mask_size for head in self._heads.values()]
@@ -313,7 +314,7 @@ class Heads:
     def sample(
         self, inputs: Tensor, mask: Tensor | None, generator: torch.Generator | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Draws actions: inputs float32 [B, P], mask uint8 [B, M] or None -> (stored actions, log_prob float32 [B])."""
+        """Draws actions: inputs float32 [..., P], mask uint8 [..., M] or None -> (stored actions, log_prob float32 [...])."""
         actions, total = {}, None
         for name, head, part, own in self._parts(inputs, mask):
             actions[name], log_prob = head.sample(part, own, generator)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,12 +21,12 @@ from seedrl.spec import EnvSpec, Leaf
 if TYPE_CHECKING:
     from seedrl.config import PolicySection
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": torch.relu,
-    "elu": functional.elu,
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of a layer's fresh output: in place
+    "tanh": torch.tanh_,
+    "relu": torch.relu_,
+    "elu": functional.elu_,
     "gelu": functional.gelu,
-    "silu": functional.silu,
+    "silu": partial(functional.silu, inplace=True),
 }
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 _WIDE_BOUND = 10.0  # a vector's entry that may be larger is scaled to [-1, 1] by its bounds
@@ -50,7 +51,8 @@ class MLP(nn.Module):
         for width in hidden:
             self.layers.append(_orthogonal(nn.Linear(size, width), math.sqrt(2)))
             size = width
-        self.features, self._activate = size, _ACTIVATIONS[activation]
+        self.features, self.activation = size, activation
+        self._activate = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -93,7 +95,9 @@ class Flat(nn.Module):
             rows = obs.reshape(obs.shape[0], self.count).long() + self.begins
             zeros = torch.zeros(rows.shape[0], self.features, device=rows.device)
             return zeros.scatter_(1, rows, 1.0)
-        flat = obs.reshape(obs.shape[0], self.count).float()
+        flat = obs if obs.dim() == 2 else obs.reshape(obs.shape[0], self.count)
+        if flat.dtype != torch.float32:
+            flat = flat.float()
         if self.centre is None or self.spread is None:
             return flat
         return (flat - self.centre) / self.spread

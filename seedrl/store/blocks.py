@@ -209,6 +209,7 @@ class Appender:
             (num_slots, self._ring), -1, np.int64
         )  # the slot's newest blocks, by number modulo
         self._count = np.zeros(num_slots, np.int64)  # rows of the slot's run so far
+        self._next_row = np.zeros(num_slots, np.int64)  # of the storage, inside the newest block
         self._pushed = np.zeros(num_slots, np.int64)  # unrolls of the run so far
         self._span = np.arange(rule.num_rows) - rule.burn_in
         self._release_span = np.arange(rule.blocks_per_unroll)
@@ -241,22 +242,23 @@ class Appender:
             states: leaves [B, ...] of the state entering the rows.
         Returns: the unrolls completed, or None. The caller has seen to it that blocks are free.
         """
-        length, counts = self.rule.block_length, self._count[slots]
-        offset = counts % length
-        opening = np.flatnonzero(offset == 0)
+        length, counts, rows = self.rule.block_length, self._count[slots], self._next_row[slots]
+        opening = np.flatnonzero(counts % length == 0)
         if opening.size:
             blocks = np.array([self.free.pop() for _ in range(opening.size)], np.int64)
             owners = slots[opening]
             self._chain[owners, (counts[opening] // length) % self._ring] = blocks
+            rows[opening] = blocks * length
             if states:
                 self.storage.write_states(blocks, states, opening)
-        block = self._chain[slots, (counts // length) % self._ring]
-        rows = block * length + offset
         self.storage.write(rows, columns)
-        self._count[slots] = counts = counts + 1
-        unroll = self.rule.unroll_length
-        done = np.flatnonzero((counts % unroll == 1 % unroll) & (counts > unroll))
-        return self._complete(slots[done]) if done.size else None
+        self._count[slots] = counts + 1
+        self._next_row[slots] = rows + 1
+        if not opening.size:  # an unroll ends with the row that opens the next one's first block
+            return None
+        counts, unroll = counts[opening], self.rule.unroll_length
+        done = np.flatnonzero((counts % unroll == 0) & (counts > 0))
+        return self._complete(owners[done]) if done.size else None
 
     def _complete(self, slots: np.ndarray) -> Unrolls:
         rule, length = self.rule, self.rule.block_length

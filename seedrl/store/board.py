@@ -1,13 +1,17 @@
-"""The board: what the engine counts, in shared memory for everybody to read. One writer, no lock.
+"""The board: what the engine counts, in shared memory for everybody to read. No word has two writers, and there is no lock.
 
-counters  int64 [len(COUNTERS)]
-histograms, one after the other, of `metrics.Histogram.words()` words each
+counters  int64 [len(COUNTERS)], written by the engine
+batches   int64 [BATCHES, 16]: a line for each batch, a ring that the counter `batches` counts
+asks      int64 [ASKS, 2]: round trip and environment step of each group of those batches, a ring that `asks_head` counts
 episodes  float64 [EPISODES, 5 + S]: slot, evaluation, return, length, version, stats; a ring that `episodes_head` counts
+histograms, one after the other, of `metrics.Histogram.words()` words each: written by the supervisor, which counts the
+          lines of the batches there, so that measuring a batch costs the engine one line
 """
 
 from __future__ import annotations
 
 import mmap
+import struct
 
 import numpy as np
 
@@ -17,20 +21,43 @@ COUNTERS = (
     "acting", "batches", "rows_acted", "rows_stored", "env_steps", "evaluation_rows", "episodes_head", "interrupted_episodes",
     "dropped_worker_died", "dropped_detached", "dropped_shutdown", "blocked_room_ns", "blocked_lag_ns",
     "fired_full", "fired_all_ready", "fired_wait", "fired_hard_deadline", "live_slots", "unfinished_groups", "policy_version",
+    "asks_head",
 )  # fmt: skip
 HISTOGRAMS = ("rtt_ns", "wait_ns", "ingest_ns", "forward_ns", "answer_ns", "append_ns", "deschedule_ns", "batch_rows", "env_step_ns")  # fmt: skip
 EPISODES = 1 << 14
+BATCHES = 1 << 13  # a second and more of the smallest batches
+ASKS = 1 << 15
+(
+    OLDEST_NS,
+    BEGIN_NS,
+    INGESTED_NS,
+    FORWARDED_NS,
+    ANSWERED_NS,
+    APPENDED_NS,
+    CPU_NS,
+    ROWS,
+    GROUPS,
+    ASKS_AT,
+) = range(10)
+_LINE_WORDS = 16
+_LINE = struct.Struct("10q")
 _FIXED = 5
 
 
 class Board:
-    """Views of the board's memory; `counter[name]` is written by the engine alone."""
+    """Views of the board's memory."""
 
     def __init__(self, memory: mmap.mmap, num_stats: int) -> None:
         words = np.frombuffer(memory, np.int64)
-        self._counters = words[: len(COUNTERS)]
+        # plain ints in and out: a fifth of the time of an array's scalars
+        self._counters = memoryview(words[: len(COUNTERS)].data)
         self.at = {name: i for i, name in enumerate(COUNTERS)}
         at, size = len(COUNTERS), Histogram.words()
+        self.batches = words[at : at + BATCHES * _LINE_WORDS].reshape(BATCHES, _LINE_WORDS)
+        self._lines = memoryview(self.batches.data).cast("B")
+        at += self.batches.size
+        self.asks = words[at : at + ASKS * 2].reshape(ASKS, 2)
+        at += self.asks.size
         self.histograms = {}
         for name in HISTOGRAMS:
             self.histograms[name] = Histogram(words[at : at + size])
@@ -41,17 +68,40 @@ class Board:
     @staticmethod
     def nbytes(num_stats: int) -> int:
         return 8 * (
-            len(COUNTERS) + len(HISTOGRAMS) * Histogram.words() + EPISODES * (_FIXED + num_stats)
+            len(COUNTERS)
+            + BATCHES * _LINE_WORDS
+            + ASKS * 2
+            + len(HISTOGRAMS) * Histogram.words()
+            + EPISODES * (_FIXED + num_stats)
         )
 
     def get(self, name: str) -> int:
-        return int(self._counters[self.at[name]])
+        return self._counters[self.at[name]]
 
     def set(self, name: str, value: int) -> None:
         self._counters[self.at[name]] = value
 
     def add(self, name: str, value: int) -> None:
         self._counters[self.at[name]] += value
+
+    def log_batch(self, times_ns: tuple[int, ...], rows: int, asks: np.ndarray) -> None:
+        """Adds a batch and counts it.
+
+        Args:
+            times_ns: the first seven words of its line. asks int64 [G, 2]: nanoseconds of each group's last round trip, and of its
+                environments' step.
+        """
+        groups, head = len(asks), self._counters[_ASKS_HEAD]
+        at = head % ASKS
+        if at + groups > ASKS:  # a batch's lie side by side
+            head, at = head + ASKS - at, 0
+        self.asks[at : at + groups] = asks
+        number = self._counters[_BATCHES]
+        _LINE.pack_into(
+            self._lines, number % BATCHES * _LINE_WORDS * 8, *times_ns, rows, groups, head
+        )
+        self._counters[_ASKS_HEAD] = head + groups
+        self._counters[_BATCHES] = number + 1
 
     def log_episodes(
         self, slots: np.ndarray, evaluation: np.ndarray, returns: np.ndarray, lengths: np.ndarray, version: int,
@@ -70,6 +120,48 @@ class Board:
         ring[rows, 4] = version
         ring[rows, _FIXED:] = stats
         self.set("episodes_head", head + slots.size)
+
+
+_BATCHES, _ASKS_HEAD = COUNTERS.index("batches"), COUNTERS.index("asks_head")
+_STAGES = (
+    ("wait_ns", OLDEST_NS, BEGIN_NS), ("ingest_ns", BEGIN_NS, INGESTED_NS), ("forward_ns", INGESTED_NS, FORWARDED_NS),
+    ("answer_ns", FORWARDED_NS, ANSWERED_NS), ("append_ns", ANSWERED_NS, APPENDED_NS),
+)  # fmt: skip
+
+
+class BatchReader:
+    """Counts the batches' lines in the histograms: the one that writes those. `lost` are lines overwritten before they were read."""
+
+    def __init__(self, board: Board) -> None:
+        self._board, self._seen, self.lost = board, board.get("batches"), 0
+
+    def count(self) -> None:
+        """Counts what came since the last call: to be called more often than the engine can fill the ring."""
+        board = self._board
+        head = board.get("batches")
+        # the line at `head` may be half written: it stands where the oldest one of a full ring stood
+        begin = max(self._seen, head - BATCHES + 1)
+        lines = board.batches[np.arange(begin, head) % BATCHES]
+        groups, first = lines[:, GROUPS], lines[:, ASKS_AT]
+        within = np.arange(int(groups.sum())) - np.repeat(np.cumsum(groups) - groups, groups)
+        at = np.repeat(first, groups) + within
+        asks = board.asks[at % ASKS]
+        # not what the engine has overwritten meanwhile, or may be overwriting now
+        whole = np.arange(begin, head) > board.get("batches") - BATCHES
+        whole &= first > board.get("asks_head") - ASKS // 2
+        asks, lines = asks[np.repeat(whole, groups)], lines[whole]
+        self.lost += head - self._seen - len(lines)
+        self._seen = head
+        if not len(lines):
+            return
+        histograms = board.histograms
+        for name, start, end in _STAGES:
+            histograms[name].add_many(lines[:, end] - lines[:, start])
+        busy = lines[:, APPENDED_NS] - lines[:, BEGIN_NS] - lines[:, CPU_NS]
+        histograms["deschedule_ns"].add_many(busy)
+        histograms["batch_rows"].add_many(lines[:, ROWS])
+        histograms["rtt_ns"].add_many(asks[:, 0])
+        histograms["env_step_ns"].add_many(asks[:, 1])
 
 
 class EpisodeReader:

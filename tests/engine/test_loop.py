@@ -17,7 +17,7 @@ from seedrl.engine.loop import Engine
 from seedrl.engine.step import PolicyStep
 from seedrl.policy.base import Heads
 from seedrl.spec import EnvSpec, Leaf
-from seedrl.store.board import Board
+from seedrl.store.board import BatchReader, Board
 from seedrl.transport import doorbell
 from seedrl.transport.slab import (
     BASE,
@@ -70,6 +70,7 @@ class Bench:
         self.board = Board(
             host.map_shared(host.memfd("board", Board.nbytes(0)), Board.nbytes(0)), 0
         )
+        self.counted = BatchReader(self.board)
         self.bell, self.doors = doorbell.make(), [doorbell.make() for _ in range(num_slots)]
         heads = Heads(spec.action, "squashed")
         step = PolicyStep(
@@ -169,6 +170,7 @@ def test_case_4_the_deadline_is_the_age_of_the_oldest_row() -> None:
         answered += bench.step()[0]
     arrivals.join()
     assert sorted(answered) == list(range(12))
+    bench.counted.count()
     assert bench.board.histograms["wait_ns"].percentile(50) < (10_000 + PASS_US) * 1000
     assert bench.board.get("batches") >= 1 + 5, (
         "a timer that begins anew with each arrival would have gathered all"

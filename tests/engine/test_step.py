@@ -66,10 +66,11 @@ def test_a_device_with_its_own_memory_acts_and_stores_the_same(spec: EnvSpec, co
         seed = int(rng.integers(1 << 30))
         for step, slab, _, appender in (together, apart):
             fill(slab, spec, np.random.default_rng(seed))
-            step.ingest(rows)
-            step.forward(rows, evaluation)
-            step.answer(rows)
-            columns, states = step.columns(rows.size, number, training)
+            with torch.inference_mode():
+                step.ingest(rows)
+                step.forward(rows, evaluation)
+                step.answer(rows)
+                columns, states = step.columns(number, training)
             appender.append(rows[training], columns, states)
             kind = torch.Tensor if step._apart else np.ndarray
             assert all(isinstance(column, kind) for column in columns.values())
