@@ -134,6 +134,9 @@ class Engine:
         self._asked = slab.asked[:, SEQUENCE]
         self._answered = slab.answered[:, SEQUENCE]
         self._phase = Phase.WAIT
+        # memoryviews: looked at far more often than they change
+        self._epoch = slab.control[DOOR_LINE, DOOR_EPOCH : DOOR_EPOCH + 1].data
+        self._wanted_phase = slab.control[SUPERVISOR_LINE, PHASE : PHASE + 1].data
         self._blocked_since: dict[str, int] = {}
 
     @torch.inference_mode()  # once for the whole step: to enter it costs as much as a small layer
@@ -167,20 +170,20 @@ class Engine:
         """Sleeps until a batch fires; None when it is time to end."""
         seating, slab, bell = self.seating, self.slab, self.bell
         while True:
-            if slab.control[DOOR_LINE, DOOR_EPOCH] != seating.epoch:
+            if self._epoch[0] != seating.epoch:
                 self._reseat()
-            if slab.control[SUPERVISOR_LINE, PHASE] != self._phase and not self._enter_phase():
+            if self._wanted_phase[0] != self._phase and not self._enter_phase():
                 return None
             if self._phase == Phase.FINISH:
                 self._unfinished()
             timeout_us: float | None = None
-            groups = np.flatnonzero(self._asked > seating.answered)
+            groups = (self._asked > seating.answered).nonzero()[0]
             if groups.size:
                 groups, live = self._eligible(groups)
             if groups.size:
                 lines, sizes = slab.asked[groups], seating.size[groups]
                 published = lines[:, PUBLISHED_NS]
-                count, oldest_ns = int(sizes.sum()), int(published.min())
+                count, oldest_ns = sum(sizes.tolist()), min(published.tolist())
                 oldest_us = (time.monotonic_ns() - oldest_ns) * 1e-3
                 reason = reason_to_fire(count, live, oldest_us, self.rule)
                 if reason is not None:

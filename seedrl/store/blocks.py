@@ -208,8 +208,10 @@ class Appender:
         self._chain = np.full(
             (num_slots, self._ring), -1, np.int64
         )  # the slot's newest blocks, by number modulo
-        self._count = np.zeros(num_slots, np.int64)  # rows of the slot's run so far
-        self._next_row = np.zeros(num_slots, np.int64)  # of the storage, inside the newest block
+        self._next = np.zeros(
+            (num_slots, 2), np.int64
+        )  # a slot's next row of the storage, and of its run
+        self._count = self._next[:, 1]  # rows of the slot's run so far
         self._pushed = np.zeros(num_slots, np.int64)  # unrolls of the run so far
         self._span = np.arange(rule.num_rows) - rule.burn_in
         self._release_span = np.arange(rule.blocks_per_unroll)
@@ -242,8 +244,9 @@ class Appender:
             states: leaves [B, ...] of the state entering the rows.
         Returns: the unrolls completed, or None. The caller has seen to it that blocks are free.
         """
-        length, counts, rows = self.rule.block_length, self._count[slots], self._next_row[slots]
-        opening = np.flatnonzero(counts % length == 0)
+        length, following = self.rule.block_length, self._next[slots]
+        rows, counts = following[:, 0], following[:, 1]
+        opening = (counts % length == 0).nonzero()[0]
         if opening.size:
             blocks = np.array([self.free.pop() for _ in range(opening.size)], np.int64)
             owners = slots[opening]
@@ -252,12 +255,12 @@ class Appender:
             if states:
                 self.storage.write_states(blocks, states, opening)
         self.storage.write(rows, columns)
-        self._count[slots] = counts + 1
-        self._next_row[slots] = rows + 1
+        following += 1
+        self._next[slots] = following
         if not opening.size:  # an unroll ends with the row that opens the next one's first block
             return None
         counts, unroll = counts[opening], self.rule.unroll_length
-        done = np.flatnonzero((counts % unroll == 0) & (counts > 0))
+        done = np.flatnonzero((counts % unroll == 1 % unroll) & (counts > unroll))
         return self._complete(owners[done]) if done.size else None
 
     def _complete(self, slots: np.ndarray) -> Unrolls:

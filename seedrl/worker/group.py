@@ -129,11 +129,7 @@ class _Rows:
         )  # fmt: skip
 
     def _clear_flags(self) -> None:
-        view = self.view
-        view.terminated[...] = 0
-        view.truncated[...] = 0
-        view.first[...] = 0
-        view.interrupted[...] = 0
+        self.view.flags[...] = 0
 
     def _publish_accounts(self) -> None:
         view = self.view
@@ -360,9 +356,12 @@ class VectorGroup(_Rows):
         group: int = 0,
     ) -> None:
         super().__init__(env, spec, view, rules, group, int(env.num_envs))
+        from gymnasium import spaces
+
         require_next_step(env, self.where)
         self.envs = [env]
         self._make, self._seed, self._rebuilt = make, seed, 0
+        self._nested = isinstance(self.action_space, spaces.Dict | spaces.Tuple)
 
     def reset(self, seeded: bool = True) -> None:
         """Resets the environment and writes first rows; `seeded` only at the very first reset of its life."""
@@ -380,30 +379,32 @@ class VectorGroup(_Rows):
 
     def step(self) -> None:
         """Takes the answered actions, steps the environment, and completes the group's next rows."""
-        env, view, over = self.envs[0], self.view, np.array(self._over)
-        actions = unflatten(self.action_space, [column.copy() for column in self._actions_in])
+        view, over = self.view, self._over
+        actions: Any = [column.copy() for column in self._actions_in]
+        actions = unflatten(self.action_space, actions) if self._nested else actions[0]
         self._clear_flags()
         try:
-            obs, reward, terminated, truncated, infos = env.step(actions)
+            obs, reward, terminated, truncated, infos = self.envs[0].step(actions)
         except (Exception, SystemExit) as error:
             self._rebuild(error)
             self._finish()
             return
         self._write_batch(obs, infos)
         self._reward64[:] = self._batch(reward, "reward", "biuf")
-        terminated = self._batch(terminated, "terminated", "bui") != 0
-        truncated = self._batch(truncated, "truncated", "bui") != 0
-        if over.any() and (self._reward64[over].any() or (terminated | truncated)[over].any()):
-            raise not_next_step(f"{self.where}, {self.env_class}")
+        np.not_equal(self._batch(terminated, "terminated", "bui"), 0, out=view.terminated)
+        np.not_equal(self._batch(truncated, "truncated", "bui"), 0, out=view.truncated)
         self._returns += self._reward64
         self._lengths += 1
-        view.terminated[...], view.truncated[...] = terminated, truncated
-        self._over = (terminated | truncated).tolist()
-        for seat in np.flatnonzero(over).tolist():
-            self._mark_first(seat, interrupted=False)
-        for seat in np.flatnonzero(self._over).tolist():
-            for column, name in enumerate(self.spec.stats):
-                view.stats[seat, column] = vector_stat_of(infos, name, seat)
+        self._over = (view.terminated | view.truncated).tolist()
+        if any(over):
+            for seat in np.flatnonzero(over).tolist():
+                if self._reward64[seat] or self._over[seat]:
+                    raise not_next_step(f"{self.where}, {self.env_class}")
+                self._mark_first(seat, interrupted=False)
+        if self.spec.stats and any(self._over):
+            for seat in np.flatnonzero(self._over).tolist():
+                for column, name in enumerate(self.spec.stats):
+                    view.stats[seat, column] = vector_stat_of(infos, name, seat)
         if not self._rewards_finite() or not self._seam.finite():
             self._drop([seat for seat, *_ in self._complain()])
         self._finish()
