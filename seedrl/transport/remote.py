@@ -22,6 +22,7 @@ from seedrl.transport.slab import GroupView, own_rows
 _ATTEMPT_S = 2.0  # for a first answer
 _HELLO_S, _LONGEST_HELLO_S = 0.1, 1.0  # between hellos: doubled, and never in step with others
 _SILENT_HEARTBEATS = 3.0
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _PROBES = 3  # one alone is at the mercy of what else the machine does
 _VAGUE_FAILURES = 3  # handshakes that end without a reason, before the key is blamed
 
@@ -158,7 +159,7 @@ class RemoteLink:
             self._unheard_s = None
             while True:
                 try:
-                    self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+                    self._take(wire.receive(self._socket, _NOBLOCK))
                 except zmq.Again:
                     break
         self._do_what_is_due(time.monotonic())
@@ -168,7 +169,7 @@ class RemoteLink:
         """The same for a worker that is seated and has nothing to say: one call of ZeroMQ, at most a heartbeat long."""
         if now - self._pinged_s < self._heartbeat_s:
             try:
-                frames = self._socket.recv_multipart()
+                frames = wire.receive(self._socket)
             except zmq.Again:
                 pass
             else:
@@ -177,7 +178,7 @@ class RemoteLink:
         self._do_what_is_due(time.monotonic())
         return not self._over
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[Any]) -> None:
         kind, header = wire.unpack(frames[0])
         if kind == "answer" and self.groups:
             group = self.groups[wire.integer(header, "g", 0, len(self.groups) - 1)]
@@ -319,8 +320,8 @@ class RemoteLink:
         send = self._socket.send
         try:
             for frame in frames[:-1]:
-                send(frame, zmq.NOBLOCK | zmq.SNDMORE)
-            send(frames[-1], zmq.NOBLOCK)
+                send(frame, _MORE)
+            send(frames[-1], _NOBLOCK)
         except zmq.Again:
             pass
 

@@ -58,6 +58,7 @@ SLOW_BYTES_PER_S = 5e7  # a link of less is slower than LZ4
 MAX_GROUPS = 64
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
 _KIND = "seedrl key 1"
+_LARGE_BYTES = 1 << 14  # of a received frame: from here on it is copied once
 
 
 # ---------------------------------------------------------------------------------------------------------- messages
@@ -69,7 +70,7 @@ def pack(kind: str, **fields: Any) -> bytes:
     return packed
 
 
-def unpack(data: bytes) -> tuple[str, dict[str, Any]]:
+def unpack(data: Any) -> tuple[str, dict[str, Any]]:
     """(type, fields) of a header. Raises: ProtocolError for anything that is none."""
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(what=f"a header of {len(data)} bytes")
@@ -78,6 +79,21 @@ def unpack(data: bytes) -> tuple[str, dict[str, Any]]:
         return str(header["t"]), header
     except Exception:  # msgpack raises what it likes at nonsense
         raise ProtocolError(what="not a header of this protocol") from None
+
+
+def receive(socket: Any, flags: int = 0) -> list[Any]:
+    """A message's frames: bytes, and views of ZeroMQ's own memory where they are large.
+
+    A frame knows whether one more follows; `recv_multipart` asks the socket each time, at twice the price. Raises: zmq.Again when there
+    is no message.
+    """
+    frames: list[Any] = []
+    more = True
+    while more:
+        frame = socket.recv(flags, False)
+        frames.append(frame.bytes if len(frame) < _LARGE_BYTES else frame.buffer)
+        more = frame.more
+    return frames
 
 
 def integer(fields: dict[str, Any], name: str, low: int, high: int) -> int:
