@@ -164,28 +164,30 @@ def attach(
 
 @app.command()
 def ctl(
-    where: Annotated[str, typer.Argument(metavar="ADDRESS", help="unix://PATH of a running server, or its run directory")],
+    where: Annotated[str, typer.Argument(metavar="ADDRESS", help="a running server's run directory, unix://PATH, or tcp://HOST:PORT with --key")],
     verb: Annotated[str, typer.Argument(metavar="VERB", help="status | pause | resume | drain | kick")],
     worker: Annotated[int | None, typer.Argument(metavar="WORKER", help="its number, for kick")] = None,
     mode: Annotated[str, typer.Option(help="of pause: keep (all stays open) | wait (for open unrolls) | abort (drop them)")] = "keep",
     timeout_s: Annotated[float, typer.Option(min=0, help="how long pause --mode wait may take")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="print the answer as JSON")] = False,
+    key: Annotated[Path | None, typer.Option(help="an admin's key, for tcp://")] = None,
 ) -> None:  # fmt: skip
     """Look at a running server, pause and resume it, drain it, cut a worker off."""
     from seedrl.control import ctl as run_ctl
 
-    _run(run_ctl, where, verb, worker, mode, timeout_s, as_json)
+    _run(run_ctl, where, verb, worker, mode, timeout_s, as_json, key)
 
 
 @app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the server's keys are kept")],
     worker: Annotated[str, typer.Option(help="name of the worker that gets a key")] = "worker",
-) -> None:
+    admin: Annotated[str | None, typer.Option(help="make a key of this name for `seedrl ctl` from other hosts instead")] = None,
+) -> None:  # fmt: skip
     """Make a server's key, and one for a worker that may attach to it."""
     from seedrl.join import keys as run_keys
 
-    _run(run_keys, folder, worker)
+    _run(run_keys, folder, worker, admin)
 
 
 @app.command("eval")

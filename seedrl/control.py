@@ -7,13 +7,16 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seedrl.errors import AddressError, ConfigError, LeaseRefused, RunError, SeedrlError
 from seedrl.transport import attach
 from seedrl.transport.slab import SIZE, Phase
+from seedrl.transport.wire import is_remote
 
 if TYPE_CHECKING:
     from seedrl.supervise import Supervisor
@@ -167,21 +170,29 @@ class Controls:
 # ------------------------------------------------------------------------------------------------------ the other side
 
 
-def address_of(where: str) -> str:
-    """`where` as an address: itself, or the door of a run directory. Raises: AddressError for one that takes no verbs."""
-    if where.startswith("unix://"):
-        return where
-    if "://" in where:
+def asker(where: str, key: Path | None) -> Callable[..., dict[str, Any]]:
+    """What asks the server at `where` (an address, or a run directory) for a verb: on its Unix socket, or as an admin over the network.
+
+    Raises: AddressError for an address of another form, and for one of the network without a key.
+    """
+    address = where if "://" in where else f"unix://{Path(where) / 'door.sock'}"
+    if not is_remote(address):
+        if key is not None:
+            raise ConfigError(what="a Unix socket needs no key", where="--key", do="leave it out")
+        return partial(attach.control, address)
+    if key is None:
         raise AddressError(
-            what="control verbs are taken on the server's Unix socket alone", where=where,
-            do="run it on the server's host, with unix://PATH or the run directory",
+            what="control verbs over the network need an admin's key", where=where,
+            do="give --key (seedrl keys DIR --admin NAME makes one), or run it on the server's host with the run directory",
         )  # fmt: skip
-    return f"unix://{Path(where) / 'door.sock'}"
+    from seedrl.transport import remote  # ZeroMQ only where it is used
+
+    return partial(remote.control, address, key=key)
 
 
 def ctl(
-    where: str, verb: str, worker: int | None, mode: str, timeout_s: float, as_json: bool
-) -> int:
+    where: str, verb: str, worker: int | None, mode: str, timeout_s: float, as_json: bool, key: Path | None = None,
+) -> int:  # fmt: skip
     """The `ctl` command; returns its exit code."""
     if verb not in VERBS:
         raise ConfigError(
@@ -193,9 +204,8 @@ def ctl(
             where="ctl kick",
             do="see seedrl ctl ADDRESS status",
         )
-    address = address_of(where)
-    answer = attach.control(
-        address,
+    ask = asker(where, key)
+    answer = ask(
         verb,
         **({"mode": mode} if verb == "pause" else {}),
         **({"worker": worker} if verb == "kick" else {}),
@@ -205,11 +215,11 @@ def ctl(
         if time.monotonic() > deadline:
             raise RunError(
                 what=f"unrolls were still open after {timeout_s:g} s",
-                where=address,
+                where=where,
                 do="give --timeout-s, or --mode keep",
             )
         time.sleep(0.05)
-        answer = attach.control(address, "status")
+        answer = ask("status")
     if as_json:
         print(json.dumps(answer))
     elif "kicked" in answer:

@@ -19,12 +19,14 @@ from seedrl.worker.envs import probe_spec
 _GRACE_S = 2.0
 
 
-def keys(folder: Path, worker: str) -> int:
+def keys(folder: Path, worker: str, admin: str | None = None) -> int:
     """The `keys` command; returns its exit code."""
-    for path in make_keys(folder, worker):
+    name = worker if admin is None else admin
+    for path in make_keys(folder, name, admin=admin is not None):
         print(path)
+    use = "attach" if admin is None else "use seedrl ctl tcp://HOST:PORT"
     print(
-        f"serve with --keys {folder}; copy {folder / worker}.key to the workers' host and attach with --key {worker}.key"
+        f"serve with --keys {folder}; copy {folder / name}.key to the {'workers' if admin is None else 'admin'}' host and {use} with --key {name}.key"
     )
     return 0
 

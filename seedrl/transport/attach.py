@@ -76,10 +76,10 @@ def peer_pid(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def knock(address: str, hello: dict[str, Any]) -> socket.socket:
-    """Says hello at the door and does not wait: the answer comes on the socket returned, which does not block.
+def knock(address: str, message: dict[str, Any]) -> socket.socket:
+    """Says `message` at the door and does not wait: the answer comes on the socket returned, which does not block.
 
-    Raises: AddressError when nobody listens.
+    Raises: AddressError when nobody listens; BlockingIOError when so many knock that this one must come again.
     """
     connection = socket.socket(
         socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
@@ -87,7 +87,10 @@ def knock(address: str, hello: dict[str, Any]) -> socket.socket:
     try:
         with short(parse_unix(address)) as name:
             connection.connect(name)
-        connection.send(msgpack.packb({"type": "hello", "protocol": PROTOCOL, **hello}))
+        connection.send(msgpack.packb(message))
+    except BlockingIOError:
+        connection.close()
+        raise
     except OSError as error:
         connection.close()
         raise AddressError(

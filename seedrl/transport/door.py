@@ -144,7 +144,7 @@ class Door:
                 ) from None  # fmt: skip
             finally:
                 os.umask(old)
-        listener.listen(64)
+        listener.listen(socket.SOMAXCONN)
 
     def accept(self) -> Lease | None:
         """Takes one caller in; None when it has gone already or may not come in."""

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,14 @@ import zmq.auth.thread
 from zmq.utils.monitor import parse_monitor_message
 
 from seedrl import host
-from seedrl.errors import AddressError, EnvError, ProtocolError, SeedrlError, from_wire
+from seedrl.errors import (
+    AddressError,
+    EnvError,
+    LeaseRefused,
+    ProtocolError,
+    SeedrlError,
+    from_wire,
+)
 from seedrl.spec import EnvSpec
 from seedrl.transport import attach, doorbell, wire
 from seedrl.transport.channel import Channel
@@ -59,6 +67,7 @@ _NOBLOCK, _MORE = (
 )  # as enums they cost a microsecond
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _LONGEST_NS = 10**15
+_CONTROL_FIELDS = ("verb", "mode", "worker")
 
 
 class Seats:
@@ -149,7 +158,11 @@ class Peer:
 class Gateway:
     """All peers. One thread, never blocks; `hear` takes a message, `_ring` an answer, `tick` the clock."""
 
-    def __init__(self, router: zmq.Socket[bytes], slab: Slab, bell: int, spec: EnvSpec, door: str, heartbeat_s: float, lease_s: float, log: Any) -> None:  # fmt: skip
+    def __init__(
+        self, router: zmq.Socket[bytes], slab: Slab, bell: int, spec: EnvSpec, door: str, heartbeat_s: float, lease_s: float, log: Any,
+        is_admin: Callable[[Any], bool] = lambda frame: False,
+    ) -> None:  # fmt: skip
+        self._is_admin = is_admin
         self.router, self.slab, self.bell, self.spec, self.door = router, slab, bell, spec, door
         self.heartbeat_s, self.lease_s, self._log = heartbeat_s, lease_s, log
         self.by_token: dict[bytes, Peer] = {}
@@ -170,8 +183,8 @@ class Gateway:
         for _ in range(_DRAIN_MESSAGES):
             if not self.router.getsockopt(_EVENTS) & _READABLE:  # type: ignore[operator]
                 return  # a look costs a third of the exception
-            identity, *frames = wire.receive(self.router, _NOBLOCK)
-            self.hear(identity, frames)
+            (identity, *frames), frame = wire.receive(self.router, _NOBLOCK)
+            self.hear(identity, frames, frame)
         self.drain_soon()
 
     def drain_soon(self) -> None:
@@ -179,8 +192,11 @@ class Gateway:
             self._draining = True
             self._loop.call_soon(self.drain)
 
-    def hear(self, identity: bytes, frames: list[Any]) -> None:
-        """One message of the connection `identity`. Whatever is in it, only its sender can come to harm."""
+    def hear(self, identity: bytes, frames: list[Any], frame: Any = None) -> None:
+        """One message of the connection `identity`. Whatever is in it, only its sender can come to harm.
+
+        Args: frame: one of its frames as ZeroMQ has it, which knows the key of the handshake.
+        """
         peer = self.by_identity.get(identity)
         try:
             kind, header = wire.unpack(frames[0] if frames else b"")
@@ -191,6 +207,8 @@ class Gateway:
                 return
             elif kind == "hello":
                 self._hello(identity, header)
+            elif kind == "ctl":
+                self._ctl(identity, header, frame)
             elif peer is None:
                 self._send(identity, wire.pack("unknown"))
             else:
@@ -248,6 +266,36 @@ class Gateway:
         else:
             raise ProtocolError(what=f"a message of type {kind!r:.40}")
 
+    def _ctl(self, identity: bytes, header: dict[str, Any], frame: Any) -> None:
+        """Passes a control verb on to the supervisor, if an admin asks for it."""
+        if not self._is_admin(frame):
+            raise LeaseRefused(
+                what="control verbs need an admin's key", where="--key",
+                do="make one with seedrl keys DIR --admin NAME, or use the Unix socket on the server's host",
+            )  # fmt: skip
+        message = {"type": "ctl"} | {
+            name: header[name] for name in _CONTROL_FIELDS if name in header
+        }
+        try:
+            line = attach.knock(self.door, message)
+        except BlockingIOError:
+            busy = AddressError(what="the server's door is busy", do="ask again")
+            self._send(identity, wire.pack("ctl", answer={"error": busy.to_wire()}))
+            return
+        self._loop.add_reader(line.fileno(), self._ctl_answered, identity, line)
+
+    def _ctl_answered(self, identity: bytes, line: socket.socket) -> None:
+        try:
+            data = line.recv(attach.MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._loop.remove_reader(line.fileno())
+        line.close()
+        answer = msgpack.unpackb(data) if data else {"error": AddressError(what="the server's door is closed").to_wire()}  # fmt: skip
+        self._send(identity, wire.pack("ctl", answer=answer))
+
     def _tell_door(self, peer: Peer, report: dict[str, Any]) -> None:
         if peer.door is not None:
             packed = msgpack.packb(report)
@@ -297,7 +345,17 @@ class Gateway:
     def _knock(self, peer: Peer) -> None:
         """Asks the door for seats; its answer comes to `_door_speaks`."""
         peer.retry_s = 0.0
-        peer.door = attach.knock(self.door, peer.hello)
+        hello = {"type": "hello", "protocol": attach.PROTOCOL, **peer.hello}
+        try:
+            peer.door = attach.knock(self.door, hello)
+        except (
+            BlockingIOError
+        ):  # a crowd; a worker that has waited too long is sent away to come again
+            if not self._knock_later(peer):
+                busy = AddressError(what="the server's door is busy")
+                self._refuse(peer.identity, busy, True)
+                self._end(peer)
+            return
         self._loop.add_reader(peer.door.fileno(), self._door_speaks, peer)
 
     def _door_speaks(self, peer: Peer) -> None:
@@ -342,13 +400,19 @@ class Gateway:
         self._loop.remove_reader(door.fileno())
         door.close()
         peer.door = None
-        if answer.get("retry") and time.monotonic() - peer.knocking_since_s < self.heartbeat_s * 10:
-            peer.retry_s = time.monotonic() + _DOOR_RETRY_S
-            self._loop.call_later(_DOOR_RETRY_S, self._knock_again, peer)
+        if answer.get("retry") and self._knock_later(peer):
             return
         error = answer.get("error") or AddressError(what="the server's door is closed").to_wire()
         self._send(peer.identity, wire.pack("refused", error=error, retry=not data))
         self._end(peer)
+
+    def _knock_later(self, peer: Peer) -> bool:
+        """Whether the peer has not been knocking for too long already."""
+        if time.monotonic() - peer.knocking_since_s > self.heartbeat_s * 10:
+            return False
+        peer.retry_s = time.monotonic() + _DOOR_RETRY_S
+        self._loop.call_later(_DOOR_RETRY_S, self._knock_again, peer)
+        return True
 
     def _knock_again(self, peer: Peer) -> None:
         if peer.retry_s and peer.token in self.by_token:
@@ -464,7 +528,7 @@ def doorbell_close(fds: list[int]) -> None:
 
 
 class _AllowList:
-    """Who may come in, for ZeroMQ's authenticator; the file is read anew for each handshake, so that it can grow and shrink."""
+    """Who may come in, for ZeroMQ's authenticator; the file is read anew each time, so that it can grow and shrink."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -474,6 +538,14 @@ class _AllowList:
             return key.decode() in wire.load_allowed(self._path)
         except SeedrlError:
             return False
+
+    def is_admin(self, frame: Any) -> bool:
+        """Whether the frame came over a connection whose handshake proved an admin's key."""
+        try:
+            found = wire.load_allowed(self._path).get(frame.get("User-Id"))
+        except (SeedrlError, zmq.ZMQError):
+            return False
+        return found is not None and found.admin
 
 
 def open_router(
@@ -534,24 +606,25 @@ async def serve(start: dict[str, Any], fds: list[int], channel: Channel) -> None
     slab_fd, bell = fds
     slab = Slab(host.map_shared(slab_fd, layout.nbytes), layout)
     keys = Path(start["keys"]) if start["keys"] else None
+    allow_list = None
     if keys is not None:
         wire.load_allowed(keys / "allowed.txt")
+        allow_list = _AllowList(keys / "allowed.txt")
     column = max(
         [array.nbytes for array in slab.obs.values()]
         + [layout.num_slots * 8 * max(1, len(spec.stats))]
     )
     context: zmq.Context[Any] = zmq.Context(1)
     authenticator = None
-    if keys is not None:
+    if allow_list is not None:
         authenticator = zmq.auth.thread.ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback(
-            "*", credentials_provider=_AllowList(keys / "allowed.txt")
-        )
+        authenticator.configure_curve_callback("*", credentials_provider=allow_list)
     router = open_router(context, start["listen"], keys, column)
     gateway = Gateway(
         router, slab, bell, spec, start["door"], start["heartbeat_s"], start["lease_s"],
         lambda text: print(text, file=sys.stderr, flush=True),
+        *([] if allow_list is None else [allow_list.is_admin]),
     )  # fmt: skip
     monitor = watch_handshakes(router, gateway)
     over = asyncio.Event()

@@ -19,6 +19,7 @@ from seedrl.spec import EnvSpec
 from seedrl.transport import wire
 from seedrl.transport.slab import GroupView, own_rows
 
+_CONTROL_S = 5.0
 _ATTEMPT_S = 2.0  # for a first answer
 _HELLO_S, _LONGEST_HELLO_S = 0.1, 1.0  # between hellos: doubled, and never in step with others
 _SILENT_HEARTBEATS = 3.0
@@ -159,7 +160,7 @@ class RemoteLink:
             self._unheard_s = None
             while True:
                 try:
-                    self._take(wire.receive(self._socket, _NOBLOCK))
+                    self._take(wire.receive(self._socket, _NOBLOCK)[0])
                 except zmq.Again:
                     break
         self._do_what_is_due(time.monotonic())
@@ -169,7 +170,7 @@ class RemoteLink:
         """The same for a worker that is seated and has nothing to say: one call of ZeroMQ, at most a heartbeat long."""
         if now - self._pinged_s < self._heartbeat_s:
             try:
-                frames = wire.receive(self._socket)
+                frames, _ = wire.receive(self._socket)
             except zmq.Again:
                 pass
             else:
@@ -325,6 +326,26 @@ class RemoteLink:
         except zmq.Again:
             pass
 
+    def control(self, message: bytes, timeout_s: float) -> dict[str, Any]:
+        """Asks for a control verb over a link that nobody sits at. Raises: as of the function `control`."""
+        self.send_frames(message)
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            events = dict(self._poller.poll(math.ceil(1e3 * left_s)))
+            if self._monitor in events:
+                self._handshake_failed()
+            if self._socket in events:
+                kind, header = wire.unpack(wire.receive(self._socket)[0][0])
+                if kind == "refused":
+                    raise from_wire(header["error"])
+                if kind == "ctl":
+                    answer: dict[str, Any] = header["answer"]
+                    return answer
+        raise AddressError(
+            what=f"no server answers at {self._address}", where=self._address,
+            do="give the address that a running server listens at",
+        )  # fmt: skip
+
     def check(self) -> None:
         """A server that wants this worker not to come back has said so in `pump`, which raised it."""
 
@@ -359,3 +380,19 @@ def connect(
         link.close()
         raise
     return link
+
+
+def control(address: str, verb: str, *, key: Path, **fields: Any) -> dict[str, Any]:
+    """Asks the server at `tcp://HOST:PORT` for a control verb; returns its answer. See `attach.control`.
+
+    Args: key: an admin's.
+    Raises: AddressError when nobody answers; LeaseRefused for another key; what the server refuses the verb with.
+    """
+    link = RemoteLink(address, {}, key)
+    try:
+        answer = link.control(wire.pack("ctl", verb=verb, **fields), _CONTROL_S)
+    finally:
+        link.close()
+    if "error" in answer:
+        raise from_wire(answer["error"])
+    return answer

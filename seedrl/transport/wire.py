@@ -39,7 +39,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -81,8 +81,8 @@ def unpack(data: Any) -> tuple[str, dict[str, Any]]:
         raise ProtocolError(what="not a header of this protocol") from None
 
 
-def receive(socket: Any, flags: int = 0) -> list[Any]:
-    """A message's frames: bytes, and views of ZeroMQ's own memory where they are large.
+def receive(socket: Any, flags: int = 0) -> tuple[list[Any], Any]:
+    """A message's frames, bytes or views of ZeroMQ's own memory where they are large; and the last of them as ZeroMQ has it.
 
     A frame knows whether one more follows; `recv_multipart` asks the socket each time, at twice the price. Raises: zmq.Again when there
     is no message.
@@ -93,7 +93,7 @@ def receive(socket: Any, flags: int = 0) -> list[Any]:
         frame = socket.recv(flags, False)
         frames.append(frame.bytes if len(frame) < _LARGE_BYTES else frame.buffer)
         more = frame.more
-    return frames
+    return frames, frame
 
 
 def integer(fields: dict[str, Any], name: str, low: int, high: int) -> int:
@@ -248,10 +248,17 @@ class Keys:
     server: str | None = None
 
 
-def make_keys(folder: Path, worker: str) -> list[Path]:
+class Allowed(NamedTuple):
+    """Who holds a key of the allow-list; an admin may also control the server."""
+
+    name: str
+    admin: bool
+
+
+def make_keys(folder: Path, worker: str, *, admin: bool = False) -> list[Path]:
     """Makes `server.key` in `folder` unless it is there, and WORKER.key with its line in `allowed.txt`; returns what was written.
 
-    Raises: ConfigError when that worker has a key already.
+    Raises: ConfigError when there is a key of that name already.
     """
     import zmq
 
@@ -262,7 +269,7 @@ def make_keys(folder: Path, worker: str) -> list[Path]:
     if re.fullmatch(r"[\w.-]{1,60}", worker) is None or worker in ("server", "allowed"):
         raise ConfigError(
             what=f"'{worker}' is no name for a key",
-            where="--worker",
+            where="--admin" if admin else "--worker",
             do="use letters, digits, . - _",
         )
     try:
@@ -286,7 +293,7 @@ def make_keys(folder: Path, worker: str) -> list[Path]:
         keys = Keys(*pair(), server.public)
         _write_key(worker_path, keys)
         with allowed.open("a") as file:
-            file.write(f"{keys.public} {worker}\n")
+            file.write(f"{keys.public} {worker}{' admin' if admin else ''}\n")
         return [*written, worker_path, allowed]
     except OSError as error:
         raise ConfigError(
@@ -328,8 +335,8 @@ def load_key(path: Path) -> Keys:
     return keys
 
 
-def load_allowed(path: Path) -> dict[str, str]:
-    """Public key -> name, of the workers that may attach. Raises: ConfigError naming the line that is wrong."""
+def load_allowed(path: Path) -> dict[str, Allowed]:
+    """By public key, who may attach: a line is KEY NAME, or KEY NAME admin. Raises: ConfigError naming the line that is wrong."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -342,7 +349,9 @@ def load_allowed(path: Path) -> dict[str, str]:
                 raise ConfigError(
                     what="no public key and name",
                     where=f"{path}:{number}",
-                    do="one KEY NAME a line",
+                    do="one KEY NAME a line, or KEY NAME admin",
                 )
-            allowed[key] = name
+            *words, last = name.split() or [""]
+            admin = bool(words) and last == "admin"
+            allowed[key] = Allowed(" ".join(words if admin else [*words, last]), admin)
     return allowed

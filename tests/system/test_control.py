@@ -7,13 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from harness import Harness
 from ledger import Ledger, config_of
 from runs import Command, seedrl, settings
-from seedrl.control import Pace
+from seedrl.control import Pace, asker
 from seedrl.errors import AddressError, ConfigError, LeaseRefused
 from seedrl.listen import Listen
+from seedrl.transport import wire
 from seedrl.transport.slab import Phase
 
 SERVE = (
@@ -129,7 +131,70 @@ def test_verbs_from_another_terminal(tmp_path: Path) -> None:
     code, text = seedrl("ctl", "run", "status", cwd=tmp_path)
     assert code == 2 and "no server answers" in text
     code, text = seedrl("ctl", tcp, "status", cwd=tmp_path)
-    assert code == 2 and "Unix socket" in text and len(text.strip().splitlines()) <= 3
+    assert code == 2 and "admin's key" in text and len(text.strip().splitlines()) <= 3
+
+
+def test_an_admin_controls_the_server_from_another_host_and_nobody_else_does(
+    tmp_path: Path,
+) -> None:
+    for who in (("--worker", "env"), ("--admin", "ops")):
+        code, text = seedrl("keys", "keys", *who, cwd=tmp_path)
+        assert code == 0 and f"keys/{who[1]}.key" in text
+    assert "seedrl ctl tcp://" in text
+    served = ("--run-dir", "run", "--listen", "tcp://127.0.0.1:0", "--keys", "keys")
+    with Command("serve", "cartpole", *SERVE, *served, cwd=tmp_path) as server:
+        server.until("workers may attach: seedrl attach tcp")
+        tcp = ctl(tmp_path, "status")["listen"]
+
+        def remotely(*arguments: object, key: str = "ops") -> tuple[int, str]:
+            return seedrl("ctl", tcp, *arguments, "--key", f"keys/{key}.key", cwd=tmp_path)
+
+        attach = ("--env", "CartPole-v1", "--envs-per-worker", "4", "--key", "keys/env.key")
+        with Command("attach", tcp, *attach, cwd=tmp_path) as worker:
+            worker.until("slots in 2 groups")
+            code, text = remotely("status", "--json")
+            assert code == 0, text
+            status = json.loads(text.splitlines()[-1])
+            assert status["pace"] == "acting" and status["free_slots"] == 12
+            assert remotely("pause", "--mode", "wait")[0] == 0
+            assert ctl(tmp_path, "status")["pace"] == "paused"
+            began = time.monotonic()
+            for verb in ("status", "drain"):
+                code, text = remotely(verb, key="env")
+                assert code == 2 and "control verbs need an admin's key" in text
+            code, text = remotely("kick", 7)
+            assert code == 2 and "no worker 7" in text
+            assert time.monotonic() - began < 15
+            assert remotely("resume")[0] == 0
+            assert ctl(tmp_path, "status")["pace"] == "acting"
+            code, text = remotely("kick", status["workers"][0]["worker"])
+            assert code == 0 and "cut off worker" in text
+            assert worker.wait(20) == 2
+        code, text = seedrl("ctl", "run", "status", "--key", "keys/ops.key", cwd=tmp_path)
+        assert code == 2 and "needs no key" in text
+        allowed = tmp_path / "keys/allowed.txt"
+        allowed.write_text(allowed.read_text().replace(" admin", ""))  # the right is taken away
+        code, text = remotely("drain")
+        assert code == 2 and "admin's key" in text
+        assert ctl(tmp_path, "drain")["pace"] == "draining"
+        assert server.wait(30) == 0
+    code, text = remotely("status")
+    assert code == 2 and "no server answers" in text
+
+
+def test_an_open_port_takes_no_verbs(tmp_path: Path) -> None:
+    served = ("--run-dir", "run", "--listen", "tcp://127.0.0.1:0")
+    with Command("serve", "cartpole", *SERVE, *served, cwd=tmp_path) as server:
+        server.until("workers may attach: seedrl attach tcp")
+        tcp = ctl(tmp_path, "status")["listen"]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(tcp)
+            stranger.send(wire.pack("ctl", verb="drain"))
+            assert stranger.poll(5000)
+            kind, header = wire.unpack(stranger.recv())
+        assert kind == "refused" and "admin's key" in header["error"]["what"]
+        assert ctl(tmp_path, "status")["pace"] == "acting"
 
 
 def test_nobody_comes_in_while_the_server_drains_and_own_workers_are_not_cut_off(
@@ -153,8 +218,6 @@ def test_nobody_comes_in_while_the_server_drains_and_own_workers_are_not_cut_off
 
 
 @pytest.mark.parametrize("where", ["tcp://127.0.0.1:5", "ipc:///tmp/x"])
-def test_no_verb_is_taken_over_the_network(where: str) -> None:
-    from seedrl.control import address_of
-
-    with pytest.raises(AddressError, match="Unix socket"):
-        address_of(where)
+def test_no_verb_is_asked_for_over_the_network_without_a_key(where: str) -> None:
+    with pytest.raises(AddressError, match="admin's key"):
+        asker(where, None)

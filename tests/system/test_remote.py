@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -301,6 +302,31 @@ def test_a_simulator_without_this_package_trains_cartpole(tmp_path: Path, langua
         assert f"reached {ENOUGH}" in server.text(), server.text()
         assert client.wait(10) == 0 and "steps of 16 carts" in client.text(), client.text()
     assert "DO NOT BALANCE" not in server.text()
+
+
+@pytest.mark.long
+def test_cartpole_over_tcp_with_keys_learns_as_locally(tmp_path: Path, capsys) -> None:
+    """All workers over tcp on loopback with CURVE: 475 and more, within twice the time."""
+    begin = time.monotonic()
+    code, text = seedrl("train", "cartpole", "--run-dir", "local", cwd=tmp_path)
+    local_s = time.monotonic() - begin
+    assert code == 0 and "reached 475" in text, text
+    assert seedrl("keys", "keys", cwd=tmp_path)[0] == 0
+    begin = time.monotonic()
+    served = ("serve", "cartpole", "--listen", "tcp://127.0.0.1:0", "--keys", "keys", "--run-dir", "run")  # fmt: skip
+    with Command(*served, cwd=tmp_path) as server:
+        attach = ("--workers", "2", "--envs-per-worker", "16", "--key", "keys/worker.key")
+        with Command("attach", _address(server), "--env", "CartPole-v1", *attach, cwd=tmp_path) as workers:  # fmt: skip
+            assert server.wait(200) == 0, server.text()
+            remote_s = time.monotonic() - begin
+            assert workers.wait(20) == 0, workers.text()
+        assert "reached 475" in server.text(), server.text()
+    code, text = seedrl("eval", "run", "--json", cwd=tmp_path)
+    played = json.loads(text.splitlines()[-1])
+    with capsys.disabled():
+        print(f"\nCartPole to 475: local {local_s:.1f} s, tcp with CURVE {remote_s:.1f} s; greedy {played}")  # fmt: skip
+    assert code == 0 and played["mean_return"] >= 475
+    assert remote_s <= 2 * local_s
 
 
 @pytest.mark.parametrize("case", ["6", "8 and 9"])

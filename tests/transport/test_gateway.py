@@ -585,3 +585,28 @@ def test_fuzz_a_hundred_thousand_mutated_messages(tmp_path: Path) -> None:
         assert field.router.take(b"good", "answer") is not None
 
     run(tmp_path, play)
+
+
+def test_when_all_come_at_once_everybody_is_seated(tmp_path: Path) -> None:
+    """More than the door's backlog takes: who finds no room knocks again."""
+
+    async def play(field: Field) -> None:
+        field.door.listener.listen(1)
+        peers = [Peer(field, name.encode()) for name in "abcdef"]
+        settle, field.settle = field.settle, lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+        for peer in peers:
+            await peer.hello()
+        assert sum(peer.door is None for peer in field.gateway.by_token.values()) >= 2
+        await settle()
+        asked = Peer(field, b"operator")
+        field.gateway._is_admin = lambda frame: True
+        for _ in range(3):
+            asked.say("ctl", verb="status")  # one that finds no room is told so
+        assert field.router.take(b"operator", "ctl")[0]["answer"]["error"]["what"] == "the server's door is busy"  # fmt: skip
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            await settle()
+        welcomed = [peer for peer in field.gateway.by_token.values() if peer.seats]
+        assert len(welcomed) == len(peers)
+
+    run(tmp_path, play)

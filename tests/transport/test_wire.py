@@ -139,8 +139,15 @@ def test_keys_are_made_read_and_listed(tmp_path: Path) -> None:
         and server.server is None
         and len({server.secret, worker.secret}) == 2
     )
-    assert wire.load_allowed(tmp_path / "k/allowed.txt")[worker.public] == "worker"
+    assert wire.load_allowed(tmp_path / "k/allowed.txt")[worker.public] == ("worker", False)
     assert len(wire.load_allowed(tmp_path / "k/allowed.txt")) == 2
+    wire.make_keys(tmp_path / "k", "ops", admin=True)
+    wire.make_keys(tmp_path / "k", "admin")  # a name is no right
+    with (tmp_path / "k/allowed.txt").open("a") as file:
+        file.write(f"{'a' * 40}\n{'b' * 40} my old laptop\n{'c' * 40} my new laptop admin\n")
+    assert list(wire.load_allowed(tmp_path / "k/allowed.txt").values())[2:] == [
+        ("ops", True), ("admin", False), ("", False), ("my old laptop", False), ("my new laptop", True),
+    ]  # fmt: skip
     assert (tmp_path / "k").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match="there is a key for 'worker' already"):
         wire.make_keys(tmp_path / "k", "worker")
