@@ -34,8 +34,9 @@ crowd: install
 	SEEDRL_CROWD=200x10x120 SEEDRL_CYCLES=500 $(BIN)/python -m pytest -q tests/system/test_many.py
 	SEEDRL_PROXY_SECONDS=120 $(BIN)/python -m pytest -q tests/system/test_remote.py -k "bad_network"
 
-# side by side with a plain loop: minutes, on an idle machine
+# steps a second beside the bare loop, and training side by side with a plain loop: a quarter of an hour, on an idle machine
 bench: install
+	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 3
 	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 --step-us 200
 

@@ -190,6 +190,24 @@ def keys(
     _run(run_keys, folder, worker, admin)
 
 
+@app.command()
+def bench(
+    overrides: Overrides = None,
+    workload: Annotated[str, typer.Option(help="S (float32 [8], MLP) | A (uint8 [4,84,84], CNN) | L (S with an LSTM) | C (CartPole-v1, MLP)")] = "S",
+    workers: Annotated[int, typer.Option(min=1, help="worker processes")] = 4,
+    envs_per_worker: Annotated[int, typer.Option(min=1, help="environments of each")] = 32,
+    transport: Annotated[str, typer.Option(help="shm | zmq-ipc | zmq-tcp | zmq-tcp-curve")] = "shm",
+    seconds: Annotated[float, typer.Option(min=0.1, help="how long is measured, after a second of warming up")] = 10.0,
+    policy: Annotated[str, typer.Option(help="default, or none: the engine's own time")] = "default",
+    step_us: Annotated[float, typer.Option(min=0, help="processor time that one environment's step burns")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one line of JSON")] = False,
+) -> None:  # fmt: skip
+    """Measure this machine: steps a second, round trip, and where a batch's time goes."""
+    from seedrl.bench import bench as run_bench
+
+    _run(run_bench, workload, workers, envs_per_worker, transport, seconds, policy, step_us, as_json, overrides or [])  # fmt: skip
+
+
 @app.command("eval")
 def evaluate(
     where: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_RUN_DIR")],

@@ -393,6 +393,15 @@ def load_config(name_or_path: str, overrides: list[str]) -> Config:
             where=root.where,
             do="write `section:`, its keys indented below",
         )
+    return _changed(root, overrides)
+
+
+def config_from(arguments: list[str]) -> Config:
+    """The defaults, changed by `key=value` arguments alone. Raises: ConfigError, as of `load_config`."""
+    return _changed(Node("mapping", COMMAND_LINE), arguments)
+
+
+def _changed(root: Node, overrides: list[str]) -> Config:
     for argument in overrides:
         _override(root, argument)
     return _validated(root)

@@ -356,6 +356,22 @@ class Default(Policy):
         return out[..., :-1], out[..., -1], state
 
 
+@register_policy("none")
+class Nothing(Policy):
+    """Computes nothing: all actions are equally likely, and what a batch takes is the engine's own time (`seedrl bench`)."""
+
+    def __init__(self, spec: EnvSpec, num_inputs: int, config: PolicySection) -> None:
+        super().__init__()
+        self.inputs: Tensor
+        self.register_buffer("inputs", torch.zeros(num_inputs))
+
+    def forward(
+        self, obs: Observation, state: State, first: Tensor
+    ) -> tuple[Tensor, Tensor, State]:
+        inputs = self.inputs.expand(*first.shape, -1)
+        return inputs, inputs[..., 0], state
+
+
 @register_policy("default")
 def default(spec: EnvSpec, num_inputs: int, config: PolicySection) -> Policy:
     return Default(spec, num_inputs, config)

@@ -252,9 +252,7 @@ class ReplayReader:
         """The next `batch_size` unrolls, or None when the time is up first."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._take(batch_size):
-            self._control.learner[WANTED] = (
-                int(self._control.learner[ITEMS_TAIL]) + batch_size - len(self._pending)
-            )
+            self.want(batch_size)
             if self._take(batch_size):  # an unroll may have come between the look and the wish
                 break
             left = None if end is None else end - time.monotonic()
@@ -264,6 +262,18 @@ class ReplayReader:
             self.wait(self._bell, None if left is None else left * 1e6)
             self.waited_ns += time.monotonic_ns() - begin
         return self._gather([self._pending.popleft() for _ in range(batch_size)])
+
+    def want(self, unrolls: int) -> None:
+        """Asks the engine to ring once `unrolls` wait in all."""
+        learner = self._control.learner
+        learner[WANTED] = int(learner[ITEMS_TAIL]) + unrolls - len(self._pending)
+
+    def skip(self) -> None:
+        """Gives the blocks of every complete unroll back unread: for a run in which nobody learns. No account has those rows."""
+        self._take(0)
+        if self._pending:
+            entries, self._pending = self._pending, deque()
+            self._give_back(np.concatenate([entry.release for entry in entries]))
 
     def accounts(self) -> dict[str, int]:
         """What became of the stored rows: learnt from, dropped as too old, or waiting."""

@@ -1,0 +1,205 @@
+"""One measured run, one JSON line: workers, the engine, rows appended to replay and taken from it again, nobody learning from them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import selectors
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from seedrl import host
+from seedrl.config import Config, config_from
+from seedrl.errors import ConfigError
+from seedrl.listen import Listen
+from seedrl.metrics import Histogram
+from seedrl.policy.base import Heads, make_policy
+from seedrl.store.blocks import BlockStorage
+from seedrl.store.memory import Shared, open_shared
+from seedrl.store.plan import StorePlan
+from seedrl.store.replay import ReplayReader
+from seedrl.store.state import leaves
+from seedrl.store.weights import Publisher, WeightsLayout
+from seedrl.supervise import Supervisor
+from seedrl.transport import doorbell
+from seedrl.transport.slab import Phase
+from seedrl.transport.wire import make_keys
+from seedrl.worker.envs import probe_spec
+
+TRANSPORTS = ("shm", "zmq-ipc", "zmq-tcp", "zmq-tcp-curve")
+_WARM_UP_S = 1.0
+_TICK_S = 0.05
+STAGES = ("wait", "ingest", "forward", "answer", "append")
+
+
+class Workload(NamedTuple):
+    """What is measured: an environment, and the settings of its policy."""
+
+    env: str
+    settings: tuple[str, ...]
+
+
+WORKLOADS = {
+    "S": Workload("seedrl.synthetic:flat", ()),
+    "A": Workload("seedrl.synthetic:frames", ("policy.encoder=nature",)),
+    "L": Workload("seedrl.synthetic:flat", ("policy.core=lstm", "policy.core_size=128")),
+    "C": Workload("CartPole-v1", ()),
+}
+
+
+class _Unlearnt(Supervisor):
+    """A run whose rows are given back as soon as they are whole, by this process in the learner's place."""
+
+    def _start_learner(self) -> None:
+        self._learner_ready = True
+
+    def _hand_store_to_learner(self, ready: dict[str, Any], fds: list[int]) -> None:
+        queue_fd, weights_fd, *replay_fd = fds
+        policy = make_policy(self.config.policy, self.spec)
+        heads = Heads(self.spec.action, self.config.policy.action_distribution)
+        like = policy.initial_state(1)
+        plan = StorePlan.of(
+            self.config, self.spec, heads.stored_specs(), leaves(like), self.layout.num_slots
+        )
+        shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
+        memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
+        control = host.map_shared(queue_fd, plan.queue.nbytes)
+        self._reader = ReplayReader(
+            BlockStorage(plan.blocks, memory), plan.queue, control, self._learner_bell, self._bell, like
+        )  # fmt: skip
+        self._selector.register(self._learner_bell, selectors.EVENT_READ, self._rows_came)
+        weights = WeightsLayout.of(policy)
+        Publisher(host.map_shared(weights_fd, weights.nbytes), weights).publish(policy, 0)
+        self._reader.publish_version(0)
+
+    def _rows_came(self, _: Any = None) -> None:
+        doorbell.hush(self._learner_bell)
+        self._reader.skip()
+        self._reader.want(self.layout.num_slots)
+
+    def seat(self, key: list[str]) -> None:
+        """Starts the workers and returns once all have their seats. Raises: the failure of one."""
+        own = self.config.workers
+        address = f"unix://{self.address}" if self.listener is None else self.listener.address
+        extra = ["--address", address, "--check-steps", "0", *key]
+        self.start_workers(own.num, own.envs_per_worker, own.groups, extra=extra)
+        while self.seats_taken < own.num * own.envs_per_worker:
+            self.pump(0.01)
+
+    def act(self, seconds: float) -> float:
+        """Lets the engine act for so long; returns how long it was."""
+        begin = time.monotonic()
+        while (left := begin + seconds - time.monotonic()) > 0:
+            self.pump(min(left, _TICK_S))
+            self._rows_came()
+        return time.monotonic() - begin
+
+
+def configuration(
+    workload: str, transport: str, policy: str, workers: int, envs: int, step_us: float, overrides: list[str],
+) -> Config:  # fmt: skip
+    """The configuration of a measured run. Raises: ConfigError for a name that is none, and for what `overrides` has wrong."""
+    for flag, value, known in (("--workload", workload, tuple(WORKLOADS)), ("--transport", transport, TRANSPORTS), ("--policy", policy, ("none", "default"))):  # fmt: skip
+        if value not in known:
+            raise ConfigError(
+                what=f"'{value}' is none of {', '.join(known)}", where=flag, do=f"use {known[0]}"
+            )
+    if step_us and workload == "C":
+        raise ConfigError(
+            what="CartPole's steps cost what they cost", where="--step-us", do="use --workload S"
+        )
+    chosen = WORKLOADS[workload]
+    slots = workers * envs
+    return config_from([
+        f"env.id={chosen.env}", *([f"env.kwargs={{step_us: {step_us}}}"] if step_us else []), f"policy.name={policy}",
+        f"workers.num={workers}", f"workers.envs_per_worker={envs}", "workers.groups=1", "learner.unroll_length=20",
+        f"learner.batch_size={slots}", *chosen.settings, *overrides,
+    ])  # fmt: skip
+
+
+def measure(config: Config, transport: str, seconds: float) -> dict[str, Any]:
+    """Runs it for `seconds` after a second of warming up; the figures of `seedrl bench --json` but for its names."""
+    spec = probe_spec(config.env.id, config.env.kwargs)
+    slots = config.workers.num * config.workers.envs_per_worker
+    with tempfile.TemporaryDirectory(prefix="seedrl-bench-") as name:
+        folder = Path(name)
+        listen, key = _listen(transport, folder)
+        with _Unlearnt(config, spec, folder, num_slots=slots, listen=listen) as run:
+            run.start()
+            run.seat(key)
+            run.enter(Phase.ACT)
+            run.act(_WARM_UP_S)
+            board = run.board
+            before = {name: histogram.copy() for name, histogram in board.histograms.items()}
+            rows, batches = board.get("rows_acted"), board.get("batches")
+            took_s = run.act(seconds)
+            rows, batches = board.get("rows_acted") - rows, board.get("batches") - batches
+            seen = {name: board.histograms[name].since(before[name]) for name in before}
+    return {
+        "seconds": round(took_s, 3), "steps_per_s": round(rows / took_s, 1), "mean_batch": round(rows / max(batches, 1), 2),
+        "batches": batches, "rtt_us": _microseconds(seen["rtt_ns"]),
+        "stage_us": {stage: _microseconds(seen[f"{stage}_ns"]) for stage in STAGES},
+        "deschedule_us": _microseconds(seen["deschedule_ns"]), "replay": True, "device": config.engine.device, "versions": _versions(),
+    }  # fmt: skip
+
+
+def _listen(transport: str, folder: Path) -> tuple[Listen | None, list[str]]:
+    """Where the workers come in, and their key's arguments."""
+    if transport == "shm":
+        return None, []
+    if transport == "zmq-ipc":
+        return Listen(f"ipc://{folder}/gate"), []
+    if transport == "zmq-tcp":
+        return Listen("tcp://127.0.0.1:0"), []
+    make_keys(folder / "keys", "worker")
+    return Listen("tcp://127.0.0.1:0", folder / "keys"), ["--key", str(folder / "keys/worker.key")]
+
+
+def _microseconds(histogram: Histogram) -> dict[str, float]:
+    return {
+        name: round(histogram.percentile(q) * 1e-3, 1)
+        for name, q in (("p50", 50), ("p99", 99), ("p999", 99.9))
+    }
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: version(name) for name in ("seedrl", "numpy", "torch", "gymnasium", "pyzmq")}
+    return {"python": platform.python_version(), **packages}
+
+
+def bench(
+    workload: str, workers: int, envs_per_worker: int, transport: str, seconds: float, policy: str, step_us: float, as_json: bool,
+    overrides: list[str],
+) -> int:  # fmt: skip
+    """The `bench` command; returns its exit code."""
+    config = configuration(
+        workload, transport, policy, workers, envs_per_worker, step_us, overrides
+    )
+    own = config.workers
+    figures = {
+        "workload": workload, "transport": transport, "policy": policy, "workers": own.num, "envs_per_worker": own.envs_per_worker,
+        "step_us": step_us, **measure(config, transport, seconds),
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        _show(figures)
+    sys.stdout.flush()
+    return 0
+
+
+def _show(figures: dict[str, Any]) -> None:
+    print(
+        f"{figures['steps_per_s']:,.0f} steps/s: {figures['workload']}, {figures['workers']} workers of {figures['envs_per_worker']}, "
+        f"{figures['transport']}, batches of {figures['mean_batch']:.1f} rows, {figures['batches'] / figures['seconds']:,.0f} a second"
+    )
+    print(f"{'us':>12} {'p50':>9} {'p99':>9} {'p99.9':>9}")
+    lines = {"round trip": figures["rtt_us"], **figures["stage_us"], "descheduled": figures["deschedule_us"]}  # fmt: skip
+    for name, row in lines.items():
+        print(f"{name:>12} {row['p50']:9,.0f} {row['p99']:9,.0f} {row['p999']:9,.0f}")
