@@ -260,6 +260,8 @@ class Run(Section):
     log_every_s: float = Field(1.0, gt=0, le=86_400, description=
         "Seconds between lines of metrics.jsonl. 1 is lively and small.")
     dir: str | None = Field(None, min_length=1, description="Where the run is kept. null: runs/NAME-TIME.")
+    metrics_listen: str | None = Field(None, min_length=3, description=
+        "HOST:PORT of a page for Prometheus (docs/metrics.md), read by whoever reaches it. null: none.")
 
 
 # fmt: on

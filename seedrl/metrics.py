@@ -12,6 +12,7 @@ the buckets themselves, so the worst that it sees is a batch of values counted i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -156,6 +157,15 @@ class Histogram:
             return float(self.max)
         middle = float(_MIDDLE[int(np.searchsorted(counts, rank))])
         return min(max(middle, float(self.min)), float(self.max))
+
+    def cumulative(self, edges: Sequence[int]) -> tuple[list[int], int, int]:
+        """(how many values each of the rising `edges` is not exceeded by, how many there are, their total).
+
+        An edge is taken with its whole bucket: within 1/64.
+        """
+        counts, total = self._buckets.cumsum(), self._header[_TOTAL]
+        upto = [int(counts[bucket_of(min(edge, _TOP))]) for edge in edges]
+        return upto, int(counts[-1]), total
 
     def _count(self, count: int, total: int, lowest: int, highest: int) -> None:
         header = self._header

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -44,6 +44,9 @@ from seedrl.transport.slab import (
     Slab,
     SlabLayout,
 )
+
+if TYPE_CHECKING:
+    from seedrl.watch.prometheus import Page
 
 MAX_GROUPS = 512
 _START_S = 120.0  # a large policy, a slow disk: imports and allocation may take so long
@@ -113,6 +116,8 @@ class Supervisor:
         self.running = False  # between the first answer and the end of training
         self._last_asked = np.zeros(self.layout.num_groups, np.int64)
         self._moved_s = np.full(self.layout.num_groups, time.monotonic())
+        self.record: dict[str, Any] = {}  # the learner's newest figures
+        self._page: Page | None = None
         self.last_round: Evaluation | None = None
         self._playing: _Playing | None = None
         self._next_round_s = 0.0
@@ -148,6 +153,12 @@ class Supervisor:
             self._heard_door,
         )  # fmt: skip
         self.children.forget_at_death(self.address)
+        if self.config.run.metrics_listen is not None:
+            from seedrl.watch import prometheus  # only where it is used
+
+            figures = prometheus.Figures(self.board, self.layout.num_slots, lambda: self.record)
+            self._page = prometheus.Page(self.config.run.metrics_listen, figures)
+            self._say(f"figures for Prometheus at http://{self._page.address}/metrics")
         self._selector.register(self.door.listener, selectors.EVENT_READ, self._accept)
         self._install_signals()
 
@@ -397,7 +408,8 @@ class Supervisor:
         message, _ = received
         kind = message["type"]
         if kind == "metrics":
-            self._on_metrics(self._with_evaluation(message["record"]))
+            self.record = self._with_evaluation(message["record"])
+            self._on_metrics(self.record)
         elif kind == "ready":
             self._learner_ready = True
             self.sizes["parameters"] = message["parameters"]
@@ -652,6 +664,8 @@ class Supervisor:
             os.eventfd_write(self._bell, 1)
             for door in self._doors:
                 os.eventfd_write(door, 1)
+        if self._page is not None:
+            self._page.close()
         self.children.close(0.0 if self._interrupts > 1 else 2.0)
         if hasattr(self, "door"):
             self.door.close()
