@@ -179,6 +179,20 @@ def ctl(
 
 
 @app.command()
+def top(
+    where: Annotated[str, typer.Argument(metavar="ADDRESS_OR_RUN_DIR", help="a running server's run directory, unix://PATH, or tcp://HOST:PORT with --key")],
+    interval_s: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="look once")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print each look as a line of JSON")] = False,
+    key: Annotated[Path | None, typer.Option(help="an admin's key, for tcp://")] = None,
+) -> None:  # fmt: skip
+    """Watch a running server: where a batch's time goes, who is attached, and what limits it."""
+    from seedrl.control import top as run_top
+
+    _run(run_top, where, key, interval_s, once, as_json)
+
+
+@app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="where the server's keys are kept")],
     worker: Annotated[str, typer.Option(help="name of the worker that gets a key")] = "worker",

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from seedrl.errors import AddressError, ConfigError, LeaseRefused, RunError, SeedrlError
 from seedrl.transport import attach
-from seedrl.transport.slab import SIZE, Phase
+from seedrl.transport.slab import RTT_NS, SEQUENCE, SIZE, STEP_NS, Phase
 from seedrl.transport.wire import is_remote
 
 if TYPE_CHECKING:
     from seedrl.supervise import Supervisor
     from seedrl.transport.door import Lease
 
-VERBS = ("status", "pause", "resume", "drain", "kick")
+VERBS = ("status", "pause", "resume", "drain", "kick")  # and "figures", which `top` asks for
 MODES = ("keep", "wait", "abort")
 
 
@@ -61,6 +61,8 @@ class Controls:
             self.drain()
         elif verb == "kick":
             return {"kicked": self.kick(int(message.get("worker", -1)))}
+        elif verb == "figures":
+            return self.figures()
         elif verb != "status":
             raise ConfigError(
                 what=f"there is no verb '{verb:.40}'", where="ctl", do=f"one of {', '.join(VERBS)}"
@@ -145,6 +147,22 @@ class Controls:
             return Pace.DRAINING if self._finishing == "drain" or supervisor.done else Pace.PAUSING
         return Pace.ACTING if supervisor.phase == Phase.ACT else Pace.PAUSED
 
+    def figures(self) -> dict[str, Any]:
+        """`status`, and the figures of the last seconds: see `watch.window.Window.figures`."""
+        supervisor, slab = self._supervisor, self._supervisor.slab
+        status = self.status()
+        asked, waiting = slab.asked, 0
+        groups = {lease.worker: lease.groups for lease in supervisor.door.leases.values() if lease.attached}  # fmt: skip
+        for worker in status["workers"]:
+            own = groups[worker["worker"]]
+            for name, word in (("env_step_us", STEP_NS), ("rtt_us", RTT_NS)):
+                worker[name] = float(asked[own, word].mean()) * 1e-3
+            waits = asked[own, SEQUENCE] > slab.answered[own, SEQUENCE]
+            waiting += int(slab.lease[own, SIZE][waits].sum())
+        record = {name: value for name, value in supervisor.record.items() if isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
+        window = supervisor.window.figures(len(status["workers"]))
+        return {**status, **window, "waiting_slots": waiting, "record": record}
+
     def status(self) -> dict[str, Any]:
         """What runs, in plain values."""
         supervisor, door = self._supervisor, self._supervisor.door
@@ -228,6 +246,34 @@ def ctl(
         _show(answer)
     sys.stdout.flush()
     return 0
+
+
+def top(where: str, key: Path | None, interval_s: float, once: bool, as_json: bool) -> int:
+    """The `top` command: until the server ends, or Ctrl-C; returns its exit code."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from seedrl.watch.page import headline, page
+
+    ask = asker(where, key)
+    figures = ask("figures")
+    if as_json or once or not sys.stdout.isatty():
+        while True:
+            print(json.dumps(figures) if as_json else "\n".join(headline(figures)), flush=True)
+            if once:
+                return 0
+            time.sleep(interval_s)
+            try:
+                figures = ask("figures")
+            except AddressError:
+                return 0  # it has ended
+    with Live(page(figures), console=Console(), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(interval_s)
+            try:
+                live.update(page(ask("figures")), refresh=True)
+            except AddressError:
+                return 0
 
 
 def _known(figure: float) -> float | None:

@@ -75,6 +75,11 @@ class Histogram:
         return self._header[_COUNT]
 
     @property
+    def total(self) -> int:
+        """The sum of all values, exactly."""
+        return self._header[_TOTAL]
+
+    @property
     def max(self) -> int:
         """The largest value ever added, exactly; 0 when empty."""
         return self._header[_MAX]

@@ -44,6 +44,7 @@ from seedrl.transport.slab import (
     Slab,
     SlabLayout,
 )
+from seedrl.watch.window import Window
 
 if TYPE_CHECKING:
     from seedrl.watch.prometheus import Page
@@ -144,6 +145,7 @@ class Supervisor:
         self._board_fd = host.memfd("board", Board.nbytes(stats))
         self.board = Board(host.map_shared(self._board_fd, Board.nbytes(stats)), stats)
         self._batches, self._batches_counted_s = BatchReader(self.board), 0.0
+        self.window = Window(self.board)
         self._bell, self._learner_bell = doorbell.make(), doorbell.make()
         self._doors = [doorbell.make() for _ in range(self.layout.num_groups)]
         batching = self.config.batching
@@ -321,6 +323,7 @@ class Supervisor:
         self.door.collect()
         if time.monotonic() - self._batches_counted_s >= _TICK_S:
             self._batches.count()
+            self.window.tick()
             self._batches_counted_s = time.monotonic()
         if self.failure is not None:
             raise self.failure

@@ -195,6 +195,8 @@ class Engine:
                         return ready
                 else:
                     timeout_us = us_until_fire(count, oldest_us, self.rule)
+            if self._blocked_since and timeout_us is None:
+                timeout_us = _BLOCKED_LOOK_US  # so that the time blocked is told while it lasts
             doorbell.wait(bell, timeout_us)
 
     def _eligible(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
@@ -293,6 +295,7 @@ class Engine:
         if phase == Phase.ACT and self._first_version is None and self.writer is not None:
             self._first_version = self.writer.version
         self._phase = phase
+        self._blocked_since.clear()  # a pause is not the learner's doing
         if phase == Phase.FINISH:
             self._unfinished()
         self.board.set("acting", int(phase))
@@ -360,6 +363,7 @@ class Engine:
 
 
 _CPU = torch.device("cpu")
+_BLOCKED_LOOK_US = 100_000.0
 _TIMES = slice(RTT_NS, STEP_NS + 1)
 _RUNNING = (Phase.ACT, Phase.PAUSED, Phase.FINISH)  # what is open stays open
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}

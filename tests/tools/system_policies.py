@@ -61,6 +61,14 @@ class Tabular(_Known):
         return torch.zeros(*first.shape, self.num_inputs) + self.bias, obs @ self.table, state
 
 
+class SlowToAct(_Known):
+    """A pass takes ten milliseconds, asleep."""
+
+    def forward(self, obs, state, first):
+        time.sleep(0.01)
+        return _one_hot(0 * obs[..., 0], self.num_inputs), obs[..., 0] + 0 * self.bias, state
+
+
 class SlowToLearn(_Known):
     """Acts at once; a pass over an unroll takes ten seconds."""
 
@@ -72,6 +80,10 @@ class SlowToLearn(_Known):
             first.float() * self.bias,
             state,
         )
+
+
+def slow_to_act(spec, num_inputs, config):
+    return SlowToAct(num_inputs)
 
 
 def answer(spec, num_inputs, config):
