@@ -165,17 +165,18 @@ def attach(
 @app.command()
 def ctl(
     where: Annotated[str, typer.Argument(metavar="ADDRESS", help="a running server's run directory, unix://PATH, or tcp://HOST:PORT with --key")],
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="status | pause | resume | drain | kick")],
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="status | pause | resume | drain | kick | trace")],
     worker: Annotated[int | None, typer.Argument(metavar="WORKER", help="its number, for kick")] = None,
     mode: Annotated[str, typer.Option(help="of pause: keep (all stays open) | wait (for open unrolls) | abort (drop them)")] = "keep",
     timeout_s: Annotated[float, typer.Option(min=0, help="how long pause --mode wait may take")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="print the answer as JSON")] = False,
     key: Annotated[Path | None, typer.Option(help="an admin's key, for tcp://")] = None,
+    seconds: Annotated[float, typer.Option(help="of trace: how long batches are recorded")] = 5.0,
 ) -> None:  # fmt: skip
     """Look at a running server, pause and resume it, drain it, cut a worker off."""
     from seedrl.control import ctl as run_ctl
 
-    _run(run_ctl, where, verb, worker, mode, timeout_s, as_json, key)
+    _run(run_ctl, where, verb, worker, mode, timeout_s, as_json, key, seconds)
 
 
 @app.command()

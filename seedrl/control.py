@@ -13,16 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from seedrl.errors import AddressError, ConfigError, LeaseRefused, RunError, SeedrlError
 from seedrl.transport import attach
 from seedrl.transport.slab import RTT_NS, SEQUENCE, SIZE, STEP_NS, Phase
 from seedrl.transport.wire import is_remote
+from seedrl.watch.trace import Recorder
 
 if TYPE_CHECKING:
     from seedrl.supervise import Supervisor
     from seedrl.transport.door import Lease
 
-VERBS = ("status", "pause", "resume", "drain", "kick")  # and "figures", which `top` asks for
+VERBS = (
+    "status",
+    "pause",
+    "resume",
+    "drain",
+    "kick",
+    "trace",
+)  # and "figures", which `top` asks for
+TRACE_S, _LONGEST_TRACE_S = 5.0, 60.0
 MODES = ("keep", "wait", "abort")
 
 
@@ -42,6 +53,8 @@ class Controls:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self._recorder: Recorder | None = None
+        self._recording = False
         self._finishing: str | None = None  # "pause" or "drain": once the open unrolls are full
 
     def hear(self, lease: Lease, message: dict[str, Any]) -> None:
@@ -61,6 +74,8 @@ class Controls:
             self.drain()
         elif verb == "kick":
             return {"kicked": self.kick(int(message.get("worker", -1)))}
+        elif verb == "trace":
+            self.trace(float(message.get("seconds", TRACE_S)))
         elif verb == "figures":
             return self.figures()
         elif verb != "status":
@@ -116,6 +131,35 @@ class Controls:
             where="ctl kick",
             do=f"attached: {', '.join(map(str, known)) or 'nobody'}",
         )
+
+    def trace(self, seconds: float = TRACE_S) -> Path:
+        """Records every batch for `seconds`; the file, in the run directory, is there once `status` says that none is under way."""
+        supervisor = self._supervisor
+        if not 0 < seconds <= _LONGEST_TRACE_S:
+            raise ConfigError(what=f"{seconds:g} s is not a window of up to {_LONGEST_TRACE_S:g} s", where="--seconds", do=f"use {TRACE_S:g}")  # fmt: skip
+        if self.tracing:
+            raise RunError(what="a trace is under way", where="ctl trace", do="wait for it")
+        names = {
+            group: f"worker {lease.worker}, group {number}"
+            for lease in supervisor.door.leases.values() for number, group in enumerate(lease.groups)
+        }  # fmt: skip
+        path = supervisor.run_dir / "trace.json"
+        self._recorder = Recorder(path, time.monotonic() + seconds, names)
+        self._recording = True
+        return path
+
+    @property
+    def tracing(self) -> bool:
+        return self._recording or (self._recorder is not None and self._recorder.writing)
+
+    def record(self, lines: np.ndarray, asks: np.ndarray) -> None:
+        """Takes the newest batches' lines; see `BatchReader.count`."""
+        if self._recording:
+            assert self._recorder is not None
+            self._recorder.add(lines, asks)
+            if time.monotonic() >= self._recorder.end_s:
+                self._recording = False
+                self._recorder.write()
 
     def _require(self, *phases: Phase) -> None:
         phase = self._supervisor.phase
@@ -182,6 +226,7 @@ class Controls:
             "env_steps": board.get("env_steps"), "batches": board.get("batches"), "policy_version": board.get("policy_version"),
             "rtt_p50_us": _known(rtt.percentile(50) * 1e-3), "rtt_p99_us": _known(rtt.percentile(99) * 1e-3),
             "listen": supervisor.listener.address if supervisor.listener is not None else None, "run_dir": str(supervisor.run_dir),
+            "tracing": self.tracing,
         }  # fmt: skip
 
 
@@ -210,6 +255,7 @@ def asker(where: str, key: Path | None) -> Callable[..., dict[str, Any]]:
 
 def ctl(
     where: str, verb: str, worker: int | None, mode: str, timeout_s: float, as_json: bool, key: Path | None = None,
+    seconds: float = TRACE_S,
 ) -> int:  # fmt: skip
     """The `ctl` command; returns its exit code."""
     if verb not in VERBS:
@@ -227,6 +273,7 @@ def ctl(
         verb,
         **({"mode": mode} if verb == "pause" else {}),
         **({"worker": worker} if verb == "kick" else {}),
+        **({"seconds": seconds} if verb == "trace" else {}),
     )
     deadline = time.monotonic() + timeout_s
     while answer.get("pace") == Pace.PAUSING.value:
@@ -238,8 +285,13 @@ def ctl(
             )
         time.sleep(0.05)
         answer = ask("status")
+    while verb == "trace" and answer["tracing"]:
+        time.sleep(0.1)
+        answer = ask("status")
     if as_json:
         print(json.dumps(answer))
+    elif verb == "trace":
+        print(f"{answer['run_dir']}/trace.json: open it at ui.perfetto.dev")
     elif "kicked" in answer:
         print(f"cut off {answer['kicked']}")
     else:

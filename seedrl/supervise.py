@@ -322,8 +322,9 @@ class Supervisor:
             key.data(key.fileobj)
         self.door.collect()
         if time.monotonic() - self._batches_counted_s >= _TICK_S:
-            self._batches.count()
+            lines, asks = self._batches.count()
             self.window.tick()
+            self.controls.record(lines, asks)
             self._batches_counted_s = time.monotonic()
         if self.failure is not None:
             raise self.failure

@@ -42,7 +42,6 @@ from seedrl.transport.slab import (
     LEASED,
     PHASE,
     PUBLISHED_NS,
-    RTT_NS,
     SAID_BYE,
     SEQUENCE,
     SIZE,
@@ -160,7 +159,10 @@ class Engine:
         t4 = time.monotonic_ns()
         cpu_ns = time.thread_time_ns() - cpu0
         self.board.log_batch(
-            (ready.oldest_ns, t0, t1, t2, t3, t4, cpu_ns), ready.rows.size, ready.lines[:, _TIMES]
+            (ready.oldest_ns, t0, t1, t2, t3, t4, cpu_ns),
+            ready.rows.size,
+            ready.groups,
+            ready.lines[:, _TIMES],
         )
         return True
 
@@ -364,7 +366,7 @@ class Engine:
 
 _CPU = torch.device("cpu")
 _BLOCKED_LOOK_US = 100_000.0
-_TIMES = slice(RTT_NS, STEP_NS + 1)
+_TIMES = slice(PUBLISHED_NS, STEP_NS + 1)
 _RUNNING = (Phase.ACT, Phase.PAUSED, Phase.FINISH)  # what is open stays open
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
 

@@ -2,7 +2,7 @@
 
 counters  int64 [len(COUNTERS)], written by the engine
 batches   int64 [BATCHES, 16]: a line for each batch, a ring that the counter `batches` counts
-asks      int64 [ASKS, 2]: round trip and environment step of each group of those batches, a ring that `asks_head` counts
+asks      int64 [ASKS, 4]: a line for each group of those batches, a ring that `asks_head` counts
 episodes  float64 [EPISODES, 5 + S]: slot, evaluation, return, length, version, stats; a ring that `episodes_head` counts
 histograms, one after the other, of `metrics.Histogram.words()` words each: written by the supervisor, which counts the
           lines of the batches there, so that measuring a batch costs the engine one line
@@ -39,7 +39,10 @@ ASKS = 1 << 15
     GROUPS,
     ASKS_AT,
 ) = range(10)
-_LINE_WORDS = 16
+ASK_GROUP, ASK_PUBLISHED_NS, ASK_RTT_NS, ASK_STEP_NS = range(
+    4
+)  # the last two of the step before, as the worker measured them
+_LINE_WORDS, _ASK_WORDS = 16, 4
 _LINE = struct.Struct("10q")
 _FIXED = 5
 
@@ -56,7 +59,7 @@ class Board:
         self.batches = words[at : at + BATCHES * _LINE_WORDS].reshape(BATCHES, _LINE_WORDS)
         self._lines = memoryview(self.batches.data).cast("B")
         at += self.batches.size
-        self.asks = words[at : at + ASKS * 2].reshape(ASKS, 2)
+        self.asks = words[at : at + ASKS * _ASK_WORDS].reshape(ASKS, _ASK_WORDS)
         at += self.asks.size
         self.histograms = {}
         for name in HISTOGRAMS:
@@ -70,7 +73,7 @@ class Board:
         return 8 * (
             len(COUNTERS)
             + BATCHES * _LINE_WORDS
-            + ASKS * 2
+            + ASKS * _ASK_WORDS
             + len(HISTOGRAMS) * Histogram.words()
             + EPISODES * (_FIXED + num_stats)
         )
@@ -84,18 +87,19 @@ class Board:
     def add(self, name: str, value: int) -> None:
         self._counters[self.at[name]] += value
 
-    def log_batch(self, times_ns: tuple[int, ...], rows: int, asks: np.ndarray) -> None:
+    def log_batch(
+        self, times_ns: tuple[int, ...], rows: int, numbers: np.ndarray, asks: np.ndarray
+    ) -> None:
         """Adds a batch and counts it.
 
-        Args:
-            times_ns: the first seven words of its line. asks int64 [G, 2]: nanoseconds of each group's last round trip, and of its
-                environments' step.
+        Args: times_ns: the first seven words of its line. numbers int64 [G], asks int64 [G, 3]: the lines of its groups.
         """
-        groups, head = len(asks), self._counters[_ASKS_HEAD]
+        groups, head = numbers.size, self._counters[_ASKS_HEAD]
         at = head % ASKS
         if at + groups > ASKS:  # a batch's lie side by side
             head, at = head + ASKS - at, 0
-        self.asks[at : at + groups] = asks
+        into = self.asks[at : at + groups]
+        into[:, ASK_GROUP], into[:, ASK_PUBLISHED_NS:] = numbers, asks
         number = self._counters[_BATCHES]
         _LINE.pack_into(
             self._lines, number % BATCHES * _LINE_WORDS * 8, *times_ns, rows, groups, head
@@ -135,8 +139,11 @@ class BatchReader:
     def __init__(self, board: Board) -> None:
         self._board, self._seen, self.lost = board, board.get("batches"), 0
 
-    def count(self) -> None:
-        """Counts what came since the last call: to be called more often than the engine can fill the ring."""
+    def count(self) -> tuple[np.ndarray, np.ndarray]:
+        """Counts what came since the last call: to be called more often than the engine can fill the ring.
+
+        Returns: the lines of those batches [n, 16], and of their groups [m, 4]: copies.
+        """
         board = self._board
         head = board.get("batches")
         # the line at `head` may be half written: it stands where the oldest one of a full ring stood
@@ -153,15 +160,16 @@ class BatchReader:
         self.lost += head - self._seen - len(lines)
         self._seen = head
         if not len(lines):
-            return
+            return lines, asks
         histograms = board.histograms
         for name, start, end in _STAGES:
             histograms[name].add_many(lines[:, end] - lines[:, start])
         busy = lines[:, APPENDED_NS] - lines[:, BEGIN_NS] - lines[:, CPU_NS]
         histograms["deschedule_ns"].add_many(busy)
         histograms["batch_rows"].add_many(lines[:, ROWS])
-        histograms["rtt_ns"].add_many(asks[:, 0])
-        histograms["env_step_ns"].add_many(asks[:, 1])
+        histograms["rtt_ns"].add_many(asks[:, ASK_RTT_NS])
+        histograms["env_step_ns"].add_many(asks[:, ASK_STEP_NS])
+        return lines, asks
 
 
 class EpisodeReader:

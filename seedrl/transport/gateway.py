@@ -67,7 +67,7 @@ _NOBLOCK, _MORE = (
 )  # as enums they cost a microsecond
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _LONGEST_NS = 10**15
-_CONTROL_FIELDS = ("verb", "mode", "worker")
+_CONTROL_FIELDS = ("verb", "mode", "worker", "seconds")
 
 
 class Seats:

@@ -24,7 +24,7 @@ def log(board: Board, number: int, groups: int, told: dict[str, Histogram] | Non
     cpu = (ingest + forward + answer + append) // 2 if number % 3 else 10**9  # a clock may disagree
     times = np.cumsum([begin, ingest, forward, answer, append]).tolist()
     asks = rng.integers(1, 10**8, (groups, 2))
-    board.log_batch((begin - wait, *times, cpu), number, asks)
+    board.log_batch((begin - wait, *times, cpu), number, np.arange(groups), np.insert(asks, 0, begin, axis=1))  # fmt: skip
     if told is not None:
         values = {"wait_ns": wait, "ingest_ns": ingest, "forward_ns": forward, "answer_ns": answer, "append_ns": append, "batch_rows": number}  # fmt: skip
         for name, value in values.items():
