@@ -151,6 +151,8 @@ class Engine(Section):
         "Where the policy acts: cpu, cuda or cuda:N. cpu, which every machine has.")
     threads: int = Field(1, ge=1, le=1024, description=
         "Torch's threads. 1, as small networks lose more to their handover than they gain.")
+    slow_batch_ms: float | None = Field(1000.0, gt=0, le=3_600_000, description=
+        "Milliseconds beyond which a batch is said with its stages, the worst one every ten seconds. null: never.")
 
 
 class Replay(Section):

@@ -44,6 +44,7 @@ from seedrl.transport.slab import (
     Slab,
     SlabLayout,
 )
+from seedrl.watch.slow import SlowBatches
 from seedrl.watch.window import Window
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ class Supervisor:
         self.board = Board(host.map_shared(self._board_fd, Board.nbytes(stats)), stats)
         self._batches, self._batches_counted_s = BatchReader(self.board), 0.0
         self.window = Window(self.board)
+        limit_ms = self.config.engine.slow_batch_ms
+        self._slow = None if limit_ms is None else SlowBatches(limit_ms, self._say)
         self._bell, self._learner_bell = doorbell.make(), doorbell.make()
         self._doors = [doorbell.make() for _ in range(self.layout.num_groups)]
         batching = self.config.batching
@@ -325,6 +328,8 @@ class Supervisor:
             lines, asks = self._batches.count()
             self.window.tick()
             self.controls.record(lines, asks)
+            if self._slow is not None:
+                self._slow.look(lines)
             self._batches_counted_s = time.monotonic()
         if self.failure is not None:
             raise self.failure
