@@ -32,7 +32,7 @@ curves: install
 # many workers: 200 connections of 10 environments at 10 Hz for two minutes; 500 comings and goings; two minutes of a bad network
 crowd: install
 	SEEDRL_CROWD=200x10x120 SEEDRL_CYCLES=500 $(BIN)/python -m pytest -q tests/system/test_many.py
-	SEEDRL_PROXY_SECONDS=120 $(BIN)/python -m pytest -q tests/system/test_remote.py -k "bad_network"
+	SEEDRL_PROXY_SECONDS=120 $(BIN)/python -m pytest -q -m "long or not long" tests/system/test_remote.py -k "bad_network"
 
 # steps a second beside the bare loop, and training side by side with a plain loop: a quarter of an hour, on an idle machine
 bench: install

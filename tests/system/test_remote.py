@@ -61,9 +61,11 @@ def test_case_1_over_the_network_no_mixing(tmp_path: Path, scheme: str) -> None:
     assert _balances(acted) and acted["worker_died"] == acted["detached"] == 0
 
 
-def test_a_bad_network_costs_time_and_no_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", [pytest.param("ipc", marks=pytest.mark.long), "tcp"])
+def test_a_bad_network_costs_time_and_no_row(tmp_path: Path, scheme: str) -> None:
     config = _echo(tmp_path, gateway={"heartbeat_s": 0.1})
-    with Harness(config, tmp_path, num_slots=64, listen=Listen("tcp://127.0.0.1:0")) as run:
+    listen = Listen(f"ipc://{tmp_path}/gate" if scheme == "ipc" else "tcp://127.0.0.1:0")
+    with Harness(config, tmp_path, num_slots=64, listen=listen) as run:
         run.start()
         with Proxy(
             run.listener.address, hush_every_s=SECONDS / 3, hush_s=1.0, cut_every_s=SECONDS / 20
