@@ -12,20 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from seedrl import host
 from seedrl.config import Config, config_from
 from seedrl.errors import ConfigError
+from seedrl.learn.loop import open_store
 from seedrl.listen import Listen
 from seedrl.metrics import Histogram
-from seedrl.policy.base import Heads, make_policy
-from seedrl.store.blocks import BlockStorage
-from seedrl.store.memory import Shared, open_shared
-from seedrl.store.plan import StorePlan
-from seedrl.store.replay import ReplayReader
-from seedrl.store.state import leaves
-from seedrl.store.weights import Publisher, WeightsLayout
+from seedrl.policy.base import make_policy
+from seedrl.store.board import STAGES
 from seedrl.supervise import Supervisor
 from seedrl.transport import doorbell
 from seedrl.transport.slab import Phase
@@ -35,7 +28,6 @@ from seedrl.worker.envs import probe_spec
 TRANSPORTS = ("shm", "zmq-ipc", "zmq-tcp", "zmq-tcp-curve")
 _WARM_UP_S = 1.0
 _TICK_S = 0.05
-STAGES = ("wait", "ingest", "forward", "answer", "append")
 
 
 class Workload(NamedTuple):
@@ -60,22 +52,12 @@ class _Unlearnt(Supervisor):
         self._learner_ready = True
 
     def _hand_store_to_learner(self, ready: dict[str, Any], fds: list[int]) -> None:
-        queue_fd, weights_fd, *replay_fd = fds
         policy = make_policy(self.config.policy, self.spec)
-        heads = Heads(self.spec.action, self.config.policy.action_distribution)
-        like = policy.initial_state(1)
-        plan = StorePlan.of(
-            self.config, self.spec, heads.stored_specs(), leaves(like), self.layout.num_slots
-        )
-        shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
-        memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
-        control = host.map_shared(queue_fd, plan.queue.nbytes)
-        self._reader = ReplayReader(
-            BlockStorage(plan.blocks, memory), plan.queue, control, self._learner_bell, self._bell, like
+        self._reader, publisher = open_store(
+            self.config, self.spec, policy, self.layout.num_slots, ready, fds, self._learner_bell, self._bell
         )  # fmt: skip
         self._selector.register(self._learner_bell, selectors.EVENT_READ, self._rows_came)
-        weights = WeightsLayout.of(policy)
-        Publisher(host.map_shared(weights_fd, weights.nbytes), weights).publish(policy, 0)
+        publisher.publish(policy, 0)
         self._reader.publish_version(0)
 
     def _rows_came(self, _: Any = None) -> None:

@@ -7,9 +7,10 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,8 @@ if TYPE_CHECKING:
     from seedrl.supervise import Supervisor
     from seedrl.transport.door import Lease
 
-VERBS = (
-    "status",
-    "pause",
-    "resume",
-    "drain",
-    "kick",
-    "trace",
-)  # and "figures", which `top` asks for
+# and "figures", which `top` asks for
+VERBS = ("status", "pause", "resume", "drain", "kick", "trace")
 TRACE_S, _LONGEST_TRACE_S = 5.0, 60.0
 MODES = ("keep", "wait", "abort")
 
@@ -54,7 +49,6 @@ class Controls:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._recorder: Recorder | None = None
-        self._recording = False
         self._finishing: str | None = None  # "pause" or "drain": once the open unrolls are full
 
     def hear(self, lease: Lease, message: dict[str, Any]) -> None:
@@ -145,21 +139,16 @@ class Controls:
         }  # fmt: skip
         path = supervisor.run_dir / "trace.json"
         self._recorder = Recorder(path, time.monotonic() + seconds, names)
-        self._recording = True
         return path
 
     @property
     def tracing(self) -> bool:
-        return self._recording or (self._recorder is not None and self._recorder.writing)
+        return self._recorder is not None and self._recorder.under_way
 
     def record(self, lines: np.ndarray, asks: np.ndarray) -> None:
         """Takes the newest batches' lines; see `BatchReader.count`."""
-        if self._recording:
-            assert self._recorder is not None
+        if self._recorder is not None:
             self._recorder.add(lines, asks)
-            if time.monotonic() >= self._recorder.end_s:
-                self._recording = False
-                self._recorder.write()
 
     def _require(self, *phases: Phase) -> None:
         phase = self._supervisor.phase
@@ -307,25 +296,30 @@ def top(where: str, key: Path | None, interval_s: float, once: bool, as_json: bo
 
     from seedrl.watch.page import headline, page
 
-    ask = asker(where, key)
-    figures = ask("figures")
+    looks = _looks(asker(where, key), interval_s)
+    first = next(looks)
     if as_json or once or not sys.stdout.isatty():
-        while True:
+        for figures in chain([first], looks):
             print(json.dumps(figures) if as_json else "\n".join(headline(figures)), flush=True)
             if once:
-                return 0
-            time.sleep(interval_s)
-            try:
-                figures = ask("figures")
-            except AddressError:
-                return 0  # it has ended
-    with Live(page(figures), console=Console(), auto_refresh=False, screen=True) as live:
-        while True:
-            time.sleep(interval_s)
-            try:
-                live.update(page(ask("figures")), refresh=True)
-            except AddressError:
-                return 0
+                break
+        return 0
+    with Live(page(first), console=Console(), auto_refresh=False, screen=True) as live:
+        for figures in looks:
+            live.update(page(figures), refresh=True)
+    return 0
+
+
+def _looks(ask: Callable[..., dict[str, Any]], interval_s: float) -> Iterator[dict[str, Any]]:
+    """The server's figures, time and again until it has ended. Raises: AddressError when it is not there at first."""
+    figures = ask("figures")
+    while True:
+        yield figures
+        time.sleep(interval_s)
+        try:
+            figures = ask("figures")
+        except AddressError:
+            return
 
 
 def _known(figure: float) -> float | None:

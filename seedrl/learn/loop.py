@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -364,31 +364,38 @@ class Learner:
 # ---------------------------------------------------------------------------------------------------------- process
 
 
+def open_store(
+    config: Config, spec: EnvSpec, policy: Policy, num_slots: int, ready: Mapping[str, Any], fds: Sequence[int], bell: int,
+    engine_bell: int,
+) -> tuple[ReplayReader, Publisher]:  # fmt: skip
+    """The learner's ends of what it shares with the engine: rows to read, weights to publish.
+
+    Args: ready: `replay_handle` and `replay_device`, as the engine said. fds: of the queue, the weights and, on the CPU, the rows.
+    """
+    queue_fd, weights_fd, *replay_fd = fds
+    heads = Heads(spec.action, config.policy.action_distribution)
+    like = policy.initial_state(1)
+    plan = StorePlan.of(config, spec, heads.stored_specs(), leaves(like), num_slots)
+    shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
+    memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
+    control = host.map_shared(queue_fd, plan.queue.nbytes)
+    storage, max_lag = BlockStorage(plan.blocks, memory), config.replay.max_lag
+    reader = ReplayReader(storage, plan.queue, control, bell, engine_bell, like, max_lag)
+    weights = WeightsLayout.of(policy)
+    return reader, Publisher(host.map_shared(weights_fd, weights.nbytes), weights)
+
+
 def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
     """The learner of a start message."""
     config, spec = Config.model_validate(start["config"]), EnvSpec.from_dict(start["spec"])
-    board_fd, bell, engine_bell, queue_fd, weights_fd, *replay_fd = fds
+    board_fd, bell, engine_bell, *store_fds = fds
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     device = require_device(config.learner.device, "learner.device")
     policy = make_policy(config.policy, spec).to(device)
-    heads = Heads(spec.action, config.policy.action_distribution)
-    like = policy.initial_state(1)
-    plan = StorePlan.of(config, spec, heads.stored_specs(), leaves(like), start["num_slots"])
-    replay = Shared(replay_fd[0] if replay_fd else None, start["replay_handle"])
-    memory = open_shared(torch.device(start["replay_device"]), plan.blocks.nbytes, replay)
-    storage = BlockStorage(plan.blocks, memory)
-    reader = ReplayReader(
-        storage,
-        plan.queue,
-        host.map_shared(queue_fd, plan.queue.nbytes),
-        bell,
-        engine_bell,
-        like,
-        config.replay.max_lag,
+    reader, publisher = open_store(
+        config, spec, policy, start["num_slots"], start, store_fds, bell, engine_bell
     )
-    weights = WeightsLayout.of(policy)
-    publisher = Publisher(host.map_shared(weights_fd, weights.nbytes), weights)
     board = Board(host.map_shared(board_fd, Board.nbytes(len(spec.stats))), len(spec.stats))
     learner = Learner(
         config, spec, policy, reader, publisher, board, Path(start["run_dir"]), channel

@@ -27,21 +27,14 @@ HISTOGRAMS = ("rtt_ns", "wait_ns", "ingest_ns", "forward_ns", "answer_ns", "appe
 EPISODES = 1 << 14
 BATCHES = 1 << 13  # a second and more of the smallest batches
 ASKS = 1 << 15
-(
-    OLDEST_NS,
-    BEGIN_NS,
-    INGESTED_NS,
-    FORWARDED_NS,
-    ANSWERED_NS,
-    APPENDED_NS,
-    CPU_NS,
-    ROWS,
-    GROUPS,
-    ASKS_AT,
-) = range(10)
-ASK_GROUP, ASK_PUBLISHED_NS, ASK_RTT_NS, ASK_STEP_NS = range(
-    4
-)  # the last two of the step before, as the worker measured them
+OLDEST_NS, BEGIN_NS, INGESTED_NS, FORWARDED_NS, ANSWERED_NS, APPENDED_NS, CPU_NS, ROWS, GROUPS, ASKS_AT = range(10)  # fmt: skip
+# the last two of the step before, as the worker measured them
+ASK_GROUP, ASK_PUBLISHED_NS, ASK_RTT_NS, ASK_STEP_NS = range(4)
+STAGES = {  # of a batch: the words of its line between which each lies
+    "wait": (OLDEST_NS, BEGIN_NS), "ingest": (BEGIN_NS, INGESTED_NS), "forward": (INGESTED_NS, FORWARDED_NS),
+    "answer": (FORWARDED_NS, ANSWERED_NS), "append": (ANSWERED_NS, APPENDED_NS),
+}  # fmt: skip
+ENGINE_STAGES = tuple(STAGES)[1:]  # those in which the engine is at work
 _LINE_WORDS, _ASK_WORDS = 16, 4
 _LINE = struct.Struct("10q")
 _FIXED = 5
@@ -127,10 +120,6 @@ class Board:
 
 
 _BATCHES, _ASKS_HEAD = COUNTERS.index("batches"), COUNTERS.index("asks_head")
-_STAGES = (
-    ("wait_ns", OLDEST_NS, BEGIN_NS), ("ingest_ns", BEGIN_NS, INGESTED_NS), ("forward_ns", INGESTED_NS, FORWARDED_NS),
-    ("answer_ns", FORWARDED_NS, ANSWERED_NS), ("append_ns", ANSWERED_NS, APPENDED_NS),
-)  # fmt: skip
 
 
 class BatchReader:
@@ -162,8 +151,8 @@ class BatchReader:
         if not len(lines):
             return lines, asks
         histograms = board.histograms
-        for name, start, end in _STAGES:
-            histograms[name].add_many(lines[:, end] - lines[:, start])
+        for stage, (start, end) in STAGES.items():
+            histograms[f"{stage}_ns"].add_many(lines[:, end] - lines[:, start])
         busy = lines[:, APPENDED_NS] - lines[:, BEGIN_NS] - lines[:, CPU_NS]
         histograms["deschedule_ns"].add_many(busy)
         histograms["batch_rows"].add_many(lines[:, ROWS])

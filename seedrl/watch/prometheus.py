@@ -17,12 +17,11 @@ from prometheus_client.registry import Collector
 
 from seedrl.errors import AddressError
 from seedrl.metrics import Histogram
-from seedrl.store.board import Board
+from seedrl.store.board import STAGES, Board
 
 # seconds: 10 us to 10 s; an edge is as exact as the board's histograms, within 2 %
 _SECONDS = [digit * 10.0**power for power in range(-5, 1) for digit in (1, 2, 5)] + [10.0]
 _ROWS = [2.0**power for power in range(13)]
-_STAGES = ("wait", "ingest", "forward", "answer", "append")
 _TIMES = {
     "round_trip": ("rtt_ns", "From a group's rows being published until its actions were there, per group and step."),
     "environment_step": ("env_step_ns", "From a group's actions being there until its next rows were published, per group and step."),
@@ -77,7 +76,7 @@ class Figures(Collector):
         yield GaugeMetricFamily("seedrl_live_slots", "Seats that are taken.", value=get("live_slots"))  # fmt: skip
         yield GaugeMetricFamily("seedrl_policy_version", "Version that acts now.", value=get("policy_version"))  # fmt: skip
         stages = HistogramMetricFamily("seedrl_batch_seconds", "Time of a batch, by stage.", labels=["stage"])  # fmt: skip
-        for stage in _STAGES:
+        for stage in STAGES:
             stages.add_metric([stage], *_buckets(histograms[f"{stage}_ns"], _SECONDS, 1e-9))
         yield stages
         for name, (histogram, text) in _TIMES.items():

@@ -7,18 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seedrl.store.board import (
-    ANSWERED_NS,
-    APPENDED_NS,
-    BEGIN_NS,
-    CPU_NS,
-    FORWARDED_NS,
-    INGESTED_NS,
-    ROWS,
-)
+from seedrl.store.board import APPENDED_NS, BEGIN_NS, CPU_NS, ENGINE_STAGES, ROWS, STAGES
 
 _EVERY_S = 10.0
-_STAGES = (("ingest", BEGIN_NS, INGESTED_NS), ("forward", INGESTED_NS, FORWARDED_NS), ("answer", FORWARDED_NS, ANSWERED_NS), ("append", ANSWERED_NS, APPENDED_NS))  # fmt: skip
 
 
 class SlowBatches:
@@ -41,7 +32,7 @@ class SlowBatches:
             if self._worst is None or _took(worst) > _took(self._worst):
                 self._worst = worst
         if self._worst is not None and self._clock() - self._said_s >= _EVERY_S:
-            stages = ", ".join(f"{name} {(self._worst[end] - self._worst[begin]) * 1e-6:.1f}" for name, begin, end in _STAGES)  # fmt: skip
+            stages = ", ".join(f"{name} {(self._worst[end] - self._worst[begin]) * 1e-6:.1f}" for name, (begin, end) in STAGES.items() if name in ENGINE_STAGES)  # fmt: skip
             away = max(0, _took(self._worst) - int(self._worst[CPU_NS])) * 1e-6
             more = f"; the worst of {self._count}" if self._count > 1 else ""
             self._say(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,59 +15,58 @@ from typing import Any
 import numpy as np
 
 from seedrl.store.board import (
-    ANSWERED_NS,
     APPENDED_NS,
     ASK_GROUP,
     BEGIN_NS,
-    FORWARDED_NS,
+    ENGINE_STAGES,
     GROUPS,
-    INGESTED_NS,
     OLDEST_NS,
     ROWS,
+    STAGES,
 )
 
 MOST_BATCHES = 50_000  # a trace that a browser still shows
 _ENGINE, _WORKERS = 1, 2  # process numbers of the tracks
-_STAGES = (("ingest", BEGIN_NS, INGESTED_NS), ("forward", INGESTED_NS, FORWARDED_NS), ("answer", FORWARDED_NS, ANSWERED_NS), ("append", ANSWERED_NS, APPENDED_NS))  # fmt: skip
 
 
 class Recorder:
-    """Keeps the lines of batches until `end_s` (monotonic), at most `MOST_BATCHES` of them; `write` makes the file of them.
+    """Keeps the lines of batches until `end_s` (monotonic), at most `MOST_BATCHES` of them, and makes the file of them then.
 
     Args: names: of groups, by number.
     """
 
     def __init__(self, path: Path, end_s: float, names: Mapping[int, str]) -> None:
-        self.path, self.end_s, self._names = path, end_s, dict(names)
+        self._path, self._end_s, self._names = path, end_s, dict(names)
         self._lines: list[np.ndarray] = []
         self._asks: list[np.ndarray] = []
         self._count = 0
         self._thread: threading.Thread | None = None
 
     def add(self, lines: np.ndarray, asks: np.ndarray) -> None:
-        """Lines of batches [n, 16], and those of their groups [m, 4]."""
+        """Lines of batches [n, 16], and those of their groups [m, 4]; to be called often, also without any."""
+        if self._thread is not None:
+            return
         if self._count < MOST_BATCHES:
             self._lines.append(lines)
             self._asks.append(asks)
             self._count += len(lines)
+        if time.monotonic() >= self._end_s:  # in a thread of its own: it may be long
+            self._thread = threading.Thread(target=self._write, daemon=True)
+            self._thread.start()
 
     @property
-    def writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def write(self) -> None:
-        """Writes the file, in a thread of its own: it may be long."""
-        self._thread = threading.Thread(target=self._write, daemon=True)
-        self._thread.start()
+    def under_way(self) -> bool:
+        """Whether the file is not there yet."""
+        return self._thread is None or self._thread.is_alive()
 
     def _write(self) -> None:
-        unfinished = self.path.with_suffix(".unfinished")
+        unfinished = self._path.with_suffix(".unfinished")
         with unfinished.open("w") as file:
             file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
             for number, event in enumerate(self.events()):
                 file.write(f"{',' if number else ''}{json.dumps(event)}\n")
             file.write("]}\n")
-        unfinished.replace(self.path)
+        unfinished.replace(self._path)
 
     def events(self) -> Iterator[dict[str, Any]]:
         yield _named("process_name", _ENGINE, 0, "engine")
@@ -80,7 +80,8 @@ class Recorder:
                 groups = line[GROUPS]
                 about = {"rows": line[ROWS], "groups": groups, "oldest_waited_us": (line[BEGIN_NS] - line[OLDEST_NS]) * 1e-3}  # fmt: skip
                 yield _span(f"batch of {line[ROWS]}", _ENGINE, 1, line[BEGIN_NS], line[APPENDED_NS], about)  # fmt: skip
-                for name, begin, end in _STAGES:
+                for name in ENGINE_STAGES:
+                    begin, end = STAGES[name]
                     yield _span(name, _ENGINE, 1, line[begin], line[end])
                 for ask in asks[at : at + groups].tolist():
                     _, published, rtt, step = ask

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from seedrl.metrics import Histogram
-from seedrl.store.board import COUNTERS, Board
+from seedrl.store.board import COUNTERS, ENGINE_STAGES, STAGES, Board
 
-STAGES = ("wait", "ingest", "forward", "answer", "append")
 _PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9}
 _EVERY_S, _KEPT = 1.0, 5
 _HELD, _BUSY, _AWAY = 0.25, 0.7, 0.5  # shares from which one thing is said to be the limit
@@ -97,9 +96,9 @@ class Window:
         seconds: float, count: dict[str, int], seen: dict[str, Histogram], workers: int
     ) -> Shares:
         window_ns, means = seconds * 1e9, {name: seen[name].mean if seen[name].count else 0.0 for name in seen}  # fmt: skip
-        engine = sum(seen[f"{stage}_ns"].total for stage in STAGES[1:]) / window_ns
+        engine = sum(seen[f"{stage}_ns"].total for stage in ENGINE_STAGES) / window_ns
         inside = seen["env_step_ns"].total / window_ns / max(workers, 1)
-        in_engine = sum(means[f"{stage}_ns"] for stage in STAGES[:-1])
+        in_engine = sum(means[f"{stage}_ns"] for stage in STAGES if stage != "append")
         around = means["rtt_ns"] + means["env_step_ns"]
         transport = max(0.0, means["rtt_ns"] - in_engine) / around if around else 0.0
         held = (count["blocked_room_ns"] + count["blocked_lag_ns"]) / window_ns

@@ -8,18 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from seedrl import host
 from seedrl.config import Config
+from seedrl.learn.loop import open_store
 from seedrl.listen import Listen
-from seedrl.policy.base import Heads, make_policy
-from seedrl.store.blocks import BlockStorage
-from seedrl.store.memory import Shared, open_shared
-from seedrl.store.plan import StorePlan
-from seedrl.store.replay import Batch, ReplayReader
-from seedrl.store.state import leaves
-from seedrl.store.weights import Publisher, WeightsLayout
+from seedrl.policy.base import make_policy
+from seedrl.store.replay import Batch
 from seedrl.supervise import Supervisor
 from seedrl.transport.slab import Phase
 from seedrl.worker.envs import probe_spec
@@ -42,28 +35,10 @@ class Harness(Supervisor):
         self._learner_ready = True
 
     def _hand_store_to_learner(self, ready: dict[str, Any], fds: list[int]) -> None:
-        queue_fd, weights_fd, *replay_fd = fds
         self.policy = make_policy(self.config.policy, self.spec)
-        heads = Heads(self.spec.action, self.config.policy.action_distribution)
-        like = self.policy.initial_state(1)
-        plan = StorePlan.of(
-            self.config, self.spec, heads.stored_specs(), leaves(like), self.layout.num_slots
-        )
-        shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
-        memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
-        storage = BlockStorage(plan.blocks, memory)
-        control = host.map_shared(queue_fd, plan.queue.nbytes)
-        self.reader = ReplayReader(
-            storage,
-            plan.queue,
-            control,
-            self._learner_bell,
-            self._bell,
-            like,
-            self.config.replay.max_lag,
-        )
-        weights = WeightsLayout.of(self.policy)
-        self.publisher = Publisher(host.map_shared(weights_fd, weights.nbytes), weights)
+        self.reader, self.publisher = open_store(
+            self.config, self.spec, self.policy, self.layout.num_slots, ready, fds, self._learner_bell, self._bell
+        )  # fmt: skip
         self.publish(0)
 
     def publish(self, version: int) -> None:
