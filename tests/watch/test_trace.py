@@ -57,7 +57,13 @@ def test_a_window_of_a_run_as_a_trace(tmp_path: Path) -> None:
         act(lambda: not run.controls.tracing)
         after = run.board.get("batches")
     names, spans = by_track(path)
-    assert names == {(1, 1): "batches", **{(2, 1 + 2 * w + g): f"worker {w}, group {g}" for w in (0, 1) for g in (0, 1)}}  # fmt: skip
+    assert (
+        set(names) == {(1, 1), *((2, track) for track in (1, 2, 3, 4))} and names[1, 1] == "batches"
+    )
+    assert set(names.values()) == {
+        "batches",
+        *(f"worker {w}, group {g}" for w in (0, 1) for g in (0, 1)),
+    }  # seats: by who came first
     assert set(spans) == set(names)
     engine = spans[1, 1]
     batches = [span for span in engine if span["name"].startswith("batch of ")]
