@@ -165,3 +165,32 @@ def test_a_wait_of_200_us_still_waits_with_little_slack() -> None:
     before_ns = time.perf_counter_ns()
     select.select([], [], [], 200e-6)
     assert time.perf_counter_ns() - before_ns >= 200_000
+
+
+def test_a_shorter_turn_is_asked_of_the_kernel_and_the_rest_left_as_it_was() -> None:
+    code = """
+import ctypes, os, struct, subprocess, sys
+from seedrl import host
+def attributes(pid):
+    buffer = ctypes.create_string_buffer(56)
+    assert ctypes.CDLL(None).syscall(315, pid, buffer, 56, 0) == 0
+    _, policy, _, nice, _, runtime = struct.unpack_from("<IIQiIQ", buffer)
+    return policy, nice, runtime
+os.nice(5)
+before = attributes(0)
+taken = host.set_slice_us(300)
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+print(*before, taken, *attributes(0), *attributes(child.pid))
+child.communicate(b"\\n")
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+print(host.set_slice_us(300), os.sched_getscheduler(0) == os.SCHED_BATCH)
+"""
+    process = python(code)
+    lines = [line.split() for line in process.communicate(timeout=30)[0].splitlines()]
+    policy, nice, default, taken, *now = lines[0]
+    assert (policy, nice, taken) == (str(os.SCHED_OTHER), "5", "True")
+    tells = default != "0"  # Linux 6.12 and later tell the slice
+    assert now[:2] == [policy, nice] and now[3:5] == [policy, nice]
+    if tells:
+        assert now[2] == "300000" and now[5] == default
+    assert lines[1] == ["False", "True"]
