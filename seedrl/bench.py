@@ -1,4 +1,4 @@
-"""One measured run, one JSON line: workers, the engine, rows appended to replay and taken from it again, nobody learning from them."""
+"""One measured run, one JSON line: workers, the engine, rows appended to replay and taken from it again, by a learner only if asked for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from seedrl.config import Config, config_from
-from seedrl.errors import ConfigError
+from seedrl.errors import ConfigError, RunError
 from seedrl.learn.loop import open_store
 from seedrl.listen import Listen
 from seedrl.metrics import Histogram
 from seedrl.policy.base import make_policy
+from seedrl.spec import EnvSpec
 from seedrl.store.board import STAGES
 from seedrl.supervise import Supervisor
 from seedrl.transport import doorbell
@@ -45,8 +46,39 @@ WORKLOADS = {
 }
 
 
-class _Unlearnt(Supervisor):
-    """A run whose rows are given back as soon as they are whole, by this process in the learner's place."""
+class _Measured(Supervisor):
+    """A run that acts for some seconds at a time."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.records: list[dict[str, Any]] = []  # the learner's figures, one a second
+        super().__init__(*arguments, on_metrics=self.records.append, **keywords)
+
+    def seat(self, key: list[str]) -> None:
+        """Starts the workers and returns once all have their seats. Raises: the failure of one."""
+        own = self.config.workers
+        address = f"unix://{self.address}" if self.listener is None else self.listener.address
+        extra = ["--address", address, "--check-steps", "0", *key]
+        self.start_workers(own.num, own.envs_per_worker, own.groups, extra=extra)
+        while self.seats_taken < own.num * own.envs_per_worker:
+            self._attend(0.01)
+
+    def act(self, seconds: float) -> float:
+        """Lets the engine act for so long; returns how long it was."""
+        begin = time.monotonic()
+        while (left := begin + seconds - time.monotonic()) > 0:
+            self._attend(min(left, _TICK_S))
+        return time.monotonic() - begin
+
+    def _attend(self, timeout_s: float) -> None:
+        self.pump(timeout_s)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if self.done is not None:
+            raise RunError(what=f"the run ended while it was measured: {self.done}", do="leave run.max_steps and run.stop_at_return out")  # fmt: skip
+
+
+class _Unlearnt(_Measured):
+    """Rows are given back as soon as they are whole, by this process in the learner's place."""
 
     def _start_learner(self) -> None:
         self._learner_ready = True
@@ -65,22 +97,9 @@ class _Unlearnt(Supervisor):
         self._reader.skip()
         self._reader.want(self.layout.num_slots)
 
-    def seat(self, key: list[str]) -> None:
-        """Starts the workers and returns once all have their seats. Raises: the failure of one."""
-        own = self.config.workers
-        address = f"unix://{self.address}" if self.listener is None else self.listener.address
-        extra = ["--address", address, "--check-steps", "0", *key]
-        self.start_workers(own.num, own.envs_per_worker, own.groups, extra=extra)
-        while self.seats_taken < own.num * own.envs_per_worker:
-            self.pump(0.01)
-
-    def act(self, seconds: float) -> float:
-        """Lets the engine act for so long; returns how long it was."""
-        begin = time.monotonic()
-        while (left := begin + seconds - time.monotonic()) > 0:
-            self.pump(min(left, _TICK_S))
-            self._rows_came()
-        return time.monotonic() - begin
+    def _attend(self, timeout_s: float) -> None:
+        super()._attend(timeout_s)
+        self._rows_came()
 
 
 def configuration(
@@ -105,18 +124,32 @@ def configuration(
     ])  # fmt: skip
 
 
-def measure(config: Config, transport: str, seconds: float) -> dict[str, Any]:
-    """Runs it for `seconds` after a second of warming up; the figures of `seedrl bench --json` but for its names."""
-    spec = probe_spec(config.env.id, config.env.kwargs)
+def measure(
+    config: Config,
+    transport: str,
+    seconds: float,
+    *,
+    learner: bool = False,
+    warm_up_s: float = _WARM_UP_S,
+    spec: EnvSpec | None = None,
+) -> dict[str, Any]:
+    """Runs it for `seconds` after warming up; the figures of `seedrl bench --json` but for its names.
+
+    Args: learner: whether the rows are learnt from. spec: of the environment, if it is known already.
+    Raises: whatever ends the run.
+    """
+    spec = spec or probe_spec(config.env.id, config.env.kwargs)
     slots = config.workers.num * config.workers.envs_per_worker
     with tempfile.TemporaryDirectory(prefix="seedrl-bench-") as name:
         folder = Path(name)
         listen, key = _listen(transport, folder)
-        with _Unlearnt(config, spec, folder, num_slots=slots, listen=listen) as run:
+        kind = _Measured if learner else _Unlearnt
+        with kind(config, spec, folder, num_slots=slots, listen=listen) as run:
             run.start()
             run.seat(key)
             run.enter(Phase.ACT)
-            run.act(_WARM_UP_S)
+            run.act(warm_up_s)
+            run.records.clear()
             board = run.board
             before = {name: histogram.copy() for name, histogram in board.histograms.items()}
             rows, batches = board.get("rows_acted"), board.get("batches")
@@ -128,7 +161,18 @@ def measure(config: Config, transport: str, seconds: float) -> dict[str, Any]:
         "batches": batches, "rtt_us": _microseconds(seen["rtt_ns"]),
         "stage_us": {stage: _microseconds(seen[f"{stage}_ns"]) for stage in STAGES},
         "deschedule_us": _microseconds(seen["deschedule_ns"]), "replay": True, "device": config.engine.device, "versions": _versions(),
+        **({"learner": _learnt(run.records)} if learner else {}),
     }  # fmt: skip
+
+
+def _learnt(records: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Means of the learner's figures over its whole seconds; None where there was none."""
+
+    def mean(name: str) -> float | None:
+        found = [record[name] for record in records if name in record]
+        return round(sum(found) / len(found), 4) if found else None
+
+    return {name: mean(name) for name in ("updates_per_s", "learner_wait_time_fraction", "actors_wait_time_fraction", "lag_mean")}  # fmt: skip
 
 
 def _listen(transport: str, folder: Path) -> tuple[Listen | None, list[str]]:
@@ -156,8 +200,8 @@ def _versions() -> dict[str, str]:
 
 
 def bench(
-    workload: str, workers: int, envs_per_worker: int, transport: str, seconds: float, policy: str, step_us: float, as_json: bool,
-    overrides: list[str],
+    workload: str, workers: int, envs_per_worker: int, transport: str, seconds: float, policy: str, step_us: float, learner: bool,
+    as_json: bool, overrides: list[str],
 ) -> int:  # fmt: skip
     """The `bench` command; returns its exit code."""
     config = configuration(
@@ -166,7 +210,7 @@ def bench(
     own = config.workers
     figures = {
         "workload": workload, "transport": transport, "policy": policy, "workers": own.num, "envs_per_worker": own.envs_per_worker,
-        "step_us": step_us, **measure(config, transport, seconds),
+        "step_us": step_us, **measure(config, transport, seconds, learner=learner),
     }  # fmt: skip
     if as_json:
         print(json.dumps(figures))
@@ -185,3 +229,6 @@ def _show(figures: dict[str, Any]) -> None:
     lines = {"round trip": figures["rtt_us"], **figures["stage_us"], "descheduled": figures["deschedule_us"]}  # fmt: skip
     for name, row in lines.items():
         print(f"{name:>12} {row['p50']:9,.0f} {row['p99']:9,.0f} {row['p999']:9,.0f}")
+    learnt = figures.get("learner", {})
+    if learnt:
+        print("learner: " + ", ".join(f"{name} {value}" for name, value in learnt.items() if value is not None))  # fmt: skip

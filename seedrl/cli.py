@@ -215,12 +215,32 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.1, help="how long is measured, after a second of warming up")] = 10.0,
     policy: Annotated[str, typer.Option(help="default, or none: the engine's own time")] = "default",
     step_us: Annotated[float, typer.Option(min=0, help="processor time that one environment's step burns")] = 0.0,
+    learner: Annotated[bool, typer.Option("--learner", help="learn from the rows too: what training does")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one line of JSON")] = False,
 ) -> None:  # fmt: skip
     """Measure this machine: steps a second, round trip, and where a batch's time goes."""
     from seedrl.bench import bench as run_bench
 
-    _run(run_bench, workload, workers, envs_per_worker, transport, seconds, policy, step_us, as_json, overrides or [])  # fmt: skip
+    _run(run_bench, workload, workers, envs_per_worker, transport, seconds, policy, step_us, learner, as_json, overrides or [])  # fmt: skip
+
+
+@app.command()
+def tune(
+    config: ConfigName,
+    p99_ms: Annotated[float, typer.Option(help="most that the round trip may take, of 99 in 100")],
+    out: Annotated[Path, typer.Option(help="YAML file for the tuned configuration; the study and a picture lie beside it")],
+    overrides: Overrides = None,
+    budget_s: Annotated[float, typer.Option(help="seconds in all")] = 600.0,
+    trial_s: Annotated[float, typer.Option(help="seconds that one setting is measured")] = 3.0,
+    max_workers: Annotated[int | None, typer.Option(min=1, max=1024, help="most worker processes; default 2 a core")] = None,
+    max_envs: Annotated[int | None, typer.Option(min=1, max=4096, help="most environments of a worker; default 64")] = None,
+    learner: Annotated[bool, typer.Option("--learner", help="learn from the rows too: what training does, not acting alone")] = False,
+) -> None:  # fmt: skip
+    """Find the workers and the batching of highest throughput whose p99 round trip keeps a limit; what key=value sets is held."""
+    from seedrl.tune import Request
+    from seedrl.tune import tune as run_tune
+
+    _run(run_tune, Request(config, overrides or [], p99_ms, out, budget_s, trial_s, max_workers, max_envs, learner))  # fmt: skip
 
 
 @app.command("eval")

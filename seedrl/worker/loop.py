@@ -150,31 +150,24 @@ class Worker:
             self._rows_before = [group.view for group in self.groups]
             for group, seats in zip(self.groups, link.groups, strict=True):
                 group.bind(seats.view)
-            return
+        else:
+            self.seat(spec, [seats.view for seats in link.groups])
+
+    def seat(self, spec: EnvSpec, views: Sequence[Any]) -> None:
+        """Makes the groups, each over the rows of its view."""
         at = 0
-        for number, (seats, size) in enumerate(zip(link.groups, self.sizes, strict=True)):
-            seed = partial(self._seed, at)
+        for number, (view, size) in enumerate(zip(views, self.sizes, strict=True)):
+            about: dict[str, Any] = {
+                "seed": partial(self._seed, at),
+                "rules": self.rules,
+                "group": number,
+            }
             if is_vector(self.envs[0]):
                 make = partial(self.make, at, size)
-                self.groups.append(
-                    VectorGroup(
-                        self.envs[number],
-                        spec,
-                        seats.view,
-                        make=make,
-                        seed=seed,
-                        rules=self.rules,
-                        group=number,
-                    )
-                )
+                self.groups.append(VectorGroup(self.envs[number], spec, view, make=make, **about))
             else:
-                envs = self.envs[at : at + size]
-                make = partial(self.make, at)
-                self.groups.append(
-                    Group(
-                        envs, spec, seats.view, make=make, seed=seed, rules=self.rules, group=number
-                    )
-                )
+                make, envs = partial(self.make, at), self.envs[at : at + size]
+                self.groups.append(Group(envs, spec, view, make=make, **about))
             at += size
 
     def _say_what_is_seen(self, link: Lease) -> None:
