@@ -137,6 +137,8 @@ class Engine:
         self._epoch = slab.control[DOOR_LINE, DOOR_EPOCH : DOOR_EPOCH + 1].data
         self._wanted_phase = slab.control[SUPERVISOR_LINE, PHASE : PHASE + 1].data
         self._blocked_since: dict[str, int] = {}
+        # this thread's processor time and the time of day at the last batch's end, and how long it slept since
+        self._own_ns, self._ended_ns, self._slept_ns = time.thread_time_ns(), time.monotonic_ns(), 0
 
     @torch.inference_mode()  # once for the whole step: to enter it costs as much as a small layer
     def step(self) -> bool:
@@ -146,7 +148,6 @@ class Engine:
             return False
         self._new_weights()
         t0 = time.monotonic_ns()
-        cpu0 = time.thread_time_ns()
         self.policy_step.ingest(ready.rows)
         self._log_episodes(ready)
         t1 = time.monotonic_ns()
@@ -157,14 +158,23 @@ class Engine:
         self._count(ready)
         self.append(ready)
         t4 = time.monotonic_ns()
-        cpu_ns = time.thread_time_ns() - cpu0
         self.board.log_batch(
-            (ready.oldest_ns, t0, t1, t2, t3, t4, cpu_ns),
+            (ready.oldest_ns, t0, t1, t2, t3, t4, self._own_time(t0, t4)),
             ready.rows.size,
             ready.groups,
             ready.lines[:, _TIMES],
         )
         return True
+
+    def _own_time(self, begin_ns: int, end_ns: int) -> int:
+        """Processor time of this thread in a batch that began and ended then: all since the last one, less what it was awake in between.
+
+        One look at that clock a batch, as it is a system call. Time taken from the thread while it looks for the next batch counts as taken from that batch.
+        """
+        now_ns = time.thread_time_ns()
+        own_ns = now_ns - self._own_ns - (begin_ns - self._ended_ns - self._slept_ns)
+        self._own_ns, self._ended_ns, self._slept_ns = now_ns, end_ns, 0
+        return own_ns
 
     # ------------------------------------------------------------------------------------------------------ wait
 
@@ -199,7 +209,9 @@ class Engine:
                     timeout_us = us_until_fire(count, oldest_us, self.rule)
             if self._blocked_since and timeout_us is None:
                 timeout_us = _BLOCKED_LOOK_US  # so that the time blocked is told while it lasts
+            asleep_ns = time.monotonic_ns()
             doorbell.wait(bell, timeout_us)
+            self._slept_ns += time.monotonic_ns() - asleep_ns
 
     def _eligible(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
         """The ready groups that may be answered in this phase, and the live rows that they are weighed against."""

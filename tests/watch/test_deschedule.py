@@ -1,0 +1,57 @@
+"""`deschedule_us` tells when the system runs something else on the engine's core, and only then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seedrl.bench import _Unlearnt, configuration
+from seedrl.metrics import Histogram
+from seedrl.transport.slab import Phase
+from seedrl.worker.envs import probe_spec
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs a core for the engine and one for the others")
+def test_a_busy_process_on_the_engines_core_is_seen(tmp_path: Path) -> None:
+    config = configuration("S", "shm", "default", 1, 16, 0, [])
+    spec = probe_spec(config.env.id, config.env.kwargs)
+
+    def seen(run: _Unlearnt) -> tuple[float, Histogram]:
+        before, batches = run.board.histograms["deschedule_ns"].copy(), run.board.histograms["forward_ns"].copy()  # fmt: skip
+        took_s = run.act(2.0)
+        recent = run.board.histograms["deschedule_ns"].since(before)
+        assert recent.count > 100 and batches.count
+        return recent.total * 1e-9 / took_s, recent
+
+    with _Unlearnt(config, spec, tmp_path, num_slots=16) as run:
+        run.start()
+        run.seat([])
+        os.sched_setaffinity(run._engine.pid, {CORES[0]})
+        for worker in run._workers:
+            assert worker.child is not None
+            os.sched_setaffinity(worker.child.pid, {CORES[1]})
+        was = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {CORES[1]})  # this process counts
+        try:
+            run.enter(Phase.ACT)
+            run.act(0.5)
+            alone, quiet = seen(run)
+            spin = f"import os; os.sched_setaffinity(0, {{{CORES[0]}}})\nwhile True: pass"
+            busy = subprocess.Popen([sys.executable, "-c", spin])
+            try:
+                crowded, loud = seen(run)
+            finally:
+                busy.kill()
+                busy.wait()
+        finally:
+            os.sched_setaffinity(0, was)
+    print(f"descheduled {alone:.1%} of the time alone, {crowded:.1%} beside a busy process; p50 {quiet.percentile(50):.0f} ns")  # fmt: skip
+    assert quiet.percentile(50) <= 5_000, "near zero: what the clocks themselves take"
+    assert alone < 0.15 and crowded > alone + 0.1, "half of the core is the other's"
+    assert loud.max >= 1_000_000, "some batch lost a whole turn of the scheduler"
