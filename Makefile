@@ -34,9 +34,11 @@ crowd: install
 	SEEDRL_CROWD=200x10x120 SEEDRL_CYCLES=500 $(BIN)/python -m pytest -q tests/system/test_many.py
 	SEEDRL_PROXY_SECONDS=120 $(BIN)/python -m pytest -q -m "long or not long" tests/system/test_remote.py -k "bad_network"
 
-# steps a second beside the bare loop, and training side by side with a plain loop: a quarter of an hour, on an idle machine
+# steps a second beside the bare loop and what one would pick instead, sweeps, and training side by side with a plain loop: an hour, on an idle machine
 bench: install
 	$(BIN)/python benchmarks/table.py
+	$(BIN)/python benchmarks/peers.py
+	for what in breakeven slots telemetry; do $(BIN)/python benchmarks/sweeps.py $$what || exit 1; done
 	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 3
 	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 --step-us 200
 
