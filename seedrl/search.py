@@ -25,6 +25,7 @@ _FINALISTS, _EACH = 3, 2  # the best settings, and how often each is measured ag
 _SHAPE = ("workers.num", "workers.envs_per_worker", "workers.groups")
 _FINAL_SHARE = 0.25  # of the budget
 _RANDOM_TRIALS = 10
+_IMPOSSIBLE = 1e9  # ms over the limit
 _FAILURES = 3  # trials that fail in a row, before it is the task's fault
 
 
@@ -212,6 +213,7 @@ class Search:
         self._space, self._measure, self._tell, self._clock = space, measure, tell, clock
         self.found = Found(limit_ms)
         self._failed_in_a_row = 0
+        self._impossible: set[Setting] = set()
         self._random = random.Random(seed)
         self._seen: set[Setting] = set()  # that were tried, whatever came of it
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -230,7 +232,7 @@ class Search:
             load_if_exists=True,
         )
         for trial in self._study.get_trials(deepcopy=False):
-            if trial.value is not None:
+            if trial.value is not None and "p99_ms" in trial.user_attrs:
                 self.found.add(self._space.at(trial.params), Measured(trial.value, trial.user_attrs["p99_ms"]))  # fmt: skip
         self._seen.update(self.found.by_setting)
         self.known = len(self.found.by_setting)
@@ -247,13 +249,21 @@ class Search:
         self._seen.add(setting)
         try:
             measured = self._measure(setting)
+        except (
+            ConfigError
+        ) as error:  # a combination that cannot be costs nothing; the estimator learns to avoid it
+            trial.set_constraint("p99", _IMPOSSIBLE)
+            self._study.tell(trial, 0.0)
+            if setting not in self._impossible:
+                self._impossible.add(setting)
+                self._tell(setting, error)
+            return
         except SeedrlError as error:
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
             self._tell(setting, error)
-            if not isinstance(error, ConfigError):  # a combination that cannot be costs nothing
-                self._failed_in_a_row += 1
-                if self._failed_in_a_row == _FAILURES:
-                    raise
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row == _FAILURES:
+                raise
             return
         except BaseException:
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -272,7 +282,7 @@ class Search:
         """
         begin = self._clock()
         while self._clock() < begin + (1 - _FINAL_SHARE) * budget_s:
-            if len(self.found.by_setting) == len(self._space):
+            if len(self.found.by_setting) + len(self._impossible) == len(self._space):
                 break
             if self.found.by_setting and self._study.trials[-1].number % 3:
                 self._step_aside()
