@@ -79,7 +79,9 @@ def test_few_environments_one_of_one_worker_acts_at_once_below_min_batch(tmp_pat
     )
     assert code == 0, text
     last = records(tmp_path / "run")[-1]
-    assert newest(tmp_path / "run", "batch_rows_mean") == 1 and last["env_steps"] > 1000
+    # rows and batches are read one after the other while the engine goes on
+    assert newest(tmp_path / "run", "batch_rows_mean") == pytest.approx(1, abs=0.01)
+    assert last["env_steps"] > 1000
 
 
 def test_few_environments_an_evaluation_seat_alone_acts_at_once(tmp_path: Path) -> None:
