@@ -30,7 +30,7 @@ def test_Blackjack_a_tuple_of_discretes_trains(tmp_path: Path) -> None:
 def test_ScalarSpaces_actions_are_of_shape_nothing(tmp_path: Path) -> None:
     result = play(
         tmp_path, "envs:ScalarSpaces", workers={"num": 2}, algorithm={"entropy_cost": 1e-3, "gamma": 0.5}, run={"max_seconds": 45.0, "stop_at_return": -0.3},
-        learner={"learning_rate": 3e-3}, evaluation={"episodes": 50},
+        learner={"learning_rate": 1e-3, "max_grad_norm": 0.5}, evaluation={"episodes": 50},
     )  # fmt: skip
     assert result.evaluation is not None and result.evaluation.returns.mean() / 10 > -0.05
     assert records(result.run_dir)[-1]["environment_faults"] == 0
