@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-_PICTURES = 4
+from seedrl.synthetic import EPISODE_STEPS, burn, pictures
 
 
 class Single(gymnasium.Env):  # type: ignore[misc]
@@ -19,10 +18,7 @@ class Single(gymnasium.Env):  # type: ignore[misc]
         self, space: spaces.Box, step_us: float = 0.0, render_mode: str | None = None
     ) -> None:
         self.observation_space, self.action_space, self.render_mode = space, spaces.Discrete(6), render_mode  # fmt: skip
-        rng, shape = np.random.default_rng(0), (_PICTURES, *space.shape)
-        whole = space.dtype == np.uint8
-        pool = rng.integers(0, 256, shape) if whole else rng.standard_normal(shape)
-        self._pool, self._busy_ns, self._t = pool.astype(space.dtype), int(step_us * 1e3), 0
+        self._pool, self._busy_ns, self._t = pictures(space), int(step_us * 1e3), 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self._t = 0
@@ -30,11 +26,15 @@ class Single(gymnasium.Env):  # type: ignore[misc]
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._busy_ns:
-            end = time.thread_time_ns() + self._busy_ns
-            while time.thread_time_ns() < end:
-                pass
+            burn(self._busy_ns)
         self._t += 1
-        return self._pool[self._t % _PICTURES], float(action), False, self._t >= 200, {}
+        return (
+            self._pool[self._t % len(self._pool)],
+            float(action),
+            False,
+            self._t >= EPISODE_STEPS,
+            {},
+        )
 
 
 def flat(step_us: float = 0.0) -> Single:

@@ -50,7 +50,7 @@ def interpreter(name: str | None) -> Path | None:
 
 def run(command: list[str]) -> float | None:
     """The figure that a command prints, None when it prints none."""
-    environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)  # fmt: skip
     for line in ran.stdout.splitlines():
         if line.startswith("{"):

@@ -13,17 +13,16 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from seedrl.bench import _Unlearnt, configuration, measure
+from seedrl.alone import in_own_process
+from seedrl.bench import Unlearnt, configuration, measure
 from seedrl.config import Config
-from seedrl.transport.slab import Phase
-from seedrl.worker.envs import probe_spec
+from seedrl.supervise import probe
 
 HERE = Path(__file__).parent
 STEPS_US = (0, 5, 10, 20, 50, 200)
@@ -38,14 +37,6 @@ SLOTS = (8, 32, 128, 512, 2048)
 
 def engine(config: Config, seconds: float) -> dict[str, Any]:
     return measure(config, "shm", seconds)
-
-
-def alone(config: Config, seconds: float) -> float:
-    """Steps a second of one process with the same environments and policy."""
-    command = [sys.executable, "-m", "seedrl.alone", "--envs", str(ENVS), "--seconds", str(seconds)]
-    given = json.dumps(config.model_dump(mode="json", by_alias=True))
-    ran = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
-    return float(json.loads(ran.stdout)["steps_per_s"])
 
 
 def medians(cases: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, list[Any]]:
@@ -69,7 +60,7 @@ def breakeven(repeats: int, seconds: float, draw: Path | None) -> None:
 
     cases: dict[Any, Callable[[], Any]] = {}
     for us in STEPS_US:
-        cases[us, "alone"] = lambda us=us: alone(config(us), seconds)
+        cases[us, "alone"] = lambda us=us: in_own_process(config(us), ENVS, seconds)
         for workers, groups in SHAPES:
             cases[us, workers, groups] = lambda us=us, w=workers, g=groups: engine(config(us, w, g), seconds)["steps_per_s"]  # fmt: skip
     found = {case: statistics.median(values) for case, values in medians(cases, repeats).items()}
@@ -126,7 +117,7 @@ def slots(repeats: int, seconds: float) -> None:
         print(f"| {n} | {median['steps_per_s']:,.0f} | {median['batches'] / median['seconds']:,.0f} | {median['mean_batch']:.1f} | {engine_us:,.0f} |")  # fmt: skip
 
 
-class _InTurns(_Unlearnt):
+class _InTurns(Unlearnt):
     """A run whose engine measures every other quarter of a second."""
 
     def _start_process(self, name: str, module: str, *rest: Any) -> Any:
@@ -136,14 +127,11 @@ class _InTurns(_Unlearnt):
 def cost_of_measuring(envs: int, seconds: float) -> float:
     """The share of throughput that measuring takes, within one run."""
     config = configuration("S", "shm", "default", 4, envs, 0, [])
-    spec = probe_spec(config.env.id, config.env.kwargs)
     with (
         tempfile.TemporaryDirectory(prefix="seedrl-bench-") as name,
-        _InTurns(config, spec, Path(name), num_slots=4 * envs) as run,
+        _InTurns(config, probe(config), Path(name), num_slots=4 * envs) as run,
     ):
-        run.start()
-        run.seat([])
-        run.enter(Phase.ACT)
+        run.begin()
         log = Path(name) / "logs/engine.txt"
         run.act(1.0)
         before = json.loads(log.read_text().splitlines()[-1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 
@@ -18,23 +19,14 @@ import torch
 
 from seedrl.config import Config
 from seedrl.engine.step import PolicyStep
+from seedrl.errors import RunError
 from seedrl.policy.base import Heads, make_policy
 from seedrl.spec import EnvSpec
 from seedrl.transport.slab import Slab, SlabLayout
-from seedrl.worker.loop import Worker
+from seedrl.worker.loop import Worker, env_arguments
 from seedrl.worker.loop import parser as worker_parser
 
 _WARM_UP_S = 0.5
-
-
-def worker_for(config: Config, envs: int) -> Worker:
-    """A worker with `envs` environments in one group, not attached to anybody."""
-    env = config.env
-    return Worker(worker_parser().parse_args([
-        "--address", "none", "--env", env.id, "--env-kwargs", json.dumps(env.kwargs), "--envs", str(envs), "--groups", "1",
-        "--on-nan", env.on_nan, "--index", "0", *(["--action-mask", env.action_mask] if env.action_mask else []),
-        *(part for name in env.stats for part in ("--stat", name)),
-    ]))  # fmt: skip
 
 
 def acting(config: Config, spec: EnvSpec, slab: Slab, envs: int) -> PolicyStep:
@@ -50,7 +42,14 @@ def measure(config: Config, envs: int, seconds: float) -> float:
 
     Raises: what making an environment or a policy raises.
     """
-    worker = worker_for(config, envs)
+    given = [
+        "--address",
+        "none",
+        "--index",
+        "0",
+        *env_arguments(config.env, config.env.action_mask, envs, 1),
+    ]
+    worker = Worker(worker_parser().parse_args(given))
     try:
         spec = worker.build()
         layout = SlabLayout.of(spec, envs, 1)
@@ -76,6 +75,21 @@ def measure(config: Config, envs: int, seconds: float) -> float:
             return act(seconds)
     finally:
         worker.close()
+
+
+def in_own_process(config: Config, envs: int, seconds: float) -> float:
+    """`measure` in a process of its own. `config.env.action_mask` must name the mask, where there is one.
+
+    Raises: RunError with the last thing that it said, when it fails.
+    """
+    ran = subprocess.run(
+        [sys.executable, "-m", "seedrl.alone", "--envs", str(envs), "--seconds", str(seconds)],
+        input=json.dumps(config.model_dump(mode="json", by_alias=True)), capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    if ran.returncode:
+        raise RunError(what=(ran.stderr.strip().splitlines() or ["no output"])[-1])
+    steps_per_s: float = json.loads(ran.stdout.splitlines()[-1])["steps_per_s"]
+    return steps_per_s
 
 
 def main() -> int:

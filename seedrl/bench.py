@@ -20,11 +20,10 @@ from seedrl.metrics import Histogram
 from seedrl.policy.base import make_policy
 from seedrl.spec import EnvSpec
 from seedrl.store.board import STAGES
-from seedrl.supervise import Supervisor
+from seedrl.supervise import Supervisor, probe
 from seedrl.transport import doorbell
 from seedrl.transport.slab import Phase
 from seedrl.transport.wire import make_keys
-from seedrl.worker.envs import probe_spec
 
 TRANSPORTS = ("shm", "zmq-ipc", "zmq-tcp", "zmq-tcp-curve")
 _WARM_UP_S = 1.0
@@ -46,21 +45,26 @@ WORKLOADS = {
 }
 
 
-class _Measured(Supervisor):
+class Acting(Supervisor):
     """A run that acts for some seconds at a time."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.records: list[dict[str, Any]] = []  # the learner's figures, one a second
         super().__init__(*arguments, on_metrics=self.records.append, **keywords)
 
-    def seat(self, key: list[str]) -> None:
-        """Starts the workers and returns once all have their seats. Raises: the failure of one."""
+    def begin(self, key: list[str] | None = None) -> None:
+        """Starts everything, and returns once all workers have their seats and the engine may act. Raises: the failure of one.
+
+        Args: key: arguments that give the workers a key.
+        """
+        self.start()
         own = self.config.workers
         address = f"unix://{self.address}" if self.listener is None else self.listener.address
-        extra = ["--address", address, "--check-steps", "0", *key]
+        extra = ["--address", address, "--check-steps", "0", *(key or [])]
         self.start_workers(own.num, own.envs_per_worker, own.groups, extra=extra)
         while self.seats_taken < own.num * own.envs_per_worker:
             self._attend(0.01)
+        self.enter(Phase.ACT)
 
     def act(self, seconds: float) -> float:
         """Lets the engine act for so long; returns how long it was."""
@@ -77,7 +81,7 @@ class _Measured(Supervisor):
             raise RunError(what=f"the run ended while it was measured: {self.done}", do="leave run.max_steps and run.stop_at_return out")  # fmt: skip
 
 
-class _Unlearnt(_Measured):
+class Unlearnt(Acting):
     """Rows are given back as soon as they are whole, by this process in the learner's place."""
 
     def _start_learner(self) -> None:
@@ -138,16 +142,14 @@ def measure(
     Args: learner: whether the rows are learnt from. spec: of the environment, if it is known already.
     Raises: whatever ends the run.
     """
-    spec = spec or probe_spec(config.env.id, config.env.kwargs)
+    spec = spec or probe(config)
     slots = config.workers.num * config.workers.envs_per_worker
     with tempfile.TemporaryDirectory(prefix="seedrl-bench-") as name:
         folder = Path(name)
         listen, key = _listen(transport, folder)
-        kind = _Measured if learner else _Unlearnt
+        kind = Acting if learner else Unlearnt
         with kind(config, spec, folder, num_slots=slots, listen=listen) as run:
-            run.start()
-            run.seat(key)
-            run.enter(Phase.ACT)
+            run.begin(key)
             run.act(warm_up_s)
             run.records.clear()
             board = run.board

@@ -20,6 +20,7 @@ from seedrl.config_yaml import Node, nearest, parse, parse_inline, to_text, valu
 from seedrl.errors import ConfigError
 
 COMMAND_LINE = "command line"
+DEFAULT_SERVED_SLOTS = 256  # of batching.max_slots
 _SUFFIXES = (".yaml", ".yml")
 _HERE = Path(__file__).resolve().parent
 _DEVICE = r"^(cpu|cuda(:\d{1,2})?)$"

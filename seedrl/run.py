@@ -17,23 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seedrl.config import Config, dump_yaml, load_config
+from seedrl.config import DEFAULT_SERVED_SLOTS, Config, dump_yaml, load_config
 from seedrl.errors import CheckpointError, ConfigError, RunError, SeedrlError
 from seedrl.evaluation import Evaluation
 from seedrl.listen import Listen
 from seedrl.spec import EnvSpec
-from seedrl.supervise import Ended, Supervisor, balance
+from seedrl.supervise import Ended, Supervisor, balance, probe
 from seedrl.transport.attach import parse_unix
 from seedrl.watch.telemetry import MetricsWriter, RunDir
 from seedrl.watch.top import Panel
-from seedrl.worker.envs import probe_spec
-from seedrl.worker.group import PROBE, seat_seed
 
 if TYPE_CHECKING:  # torch takes seconds to import, and train has no use for it in this process
     from seedrl.store.checkpoint import Checkpoint
 
 INTERRUPTED = 130
-DEFAULT_SERVED_SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -298,13 +295,6 @@ def _tell_where(
         say(f"workers may attach: seedrl attach {place} --env {config.env.id}{key}")
     if listen is not None and listen.insecure and listen.keys is None:
         say(f"INSECURE: whoever reaches {where[-1]} may attach, and nothing is encrypted")
-
-
-def probe(config: Config) -> EnvSpec:
-    """The environment's spec, from a short-lived process that makes it."""
-    env = config.env
-    seed = seat_seed(config.run.seed, False, 0, 0, PROBE)
-    return probe_spec(env.id, env.kwargs, env.action_mask, env.stats, seed=seed)
 
 
 def _checkpoint_to_resume(

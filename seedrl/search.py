@@ -112,10 +112,7 @@ class Space:
                 now = None if now is None or now >= slots else now / slots
             elif name == "batching.min_batch":
                 now = now / slots if now > 1 else 0
-            if now is None or None in values:
-                found.append(now if now is None else _nearest(values, now))  # fmt: skip
-            else:
-                found.append(_nearest(values, now))
+            found.append(None if now is None else _nearest(values, now))
         return tuple(found)
 
     def neighbours(self, setting: Setting) -> Iterator[Setting]:
@@ -249,9 +246,7 @@ class Search:
         self._seen.add(setting)
         try:
             measured = self._measure(setting)
-        except (
-            ConfigError
-        ) as error:  # a combination that cannot be costs nothing; the estimator learns to avoid it
+        except ConfigError as error:  # cannot be, and costs nothing: to be avoided
             trial.set_constraint("p99", _IMPOSSIBLE)
             self._study.tell(trial, 0.0)
             if setting not in self._impossible:
@@ -284,7 +279,7 @@ class Search:
         while self._clock() < begin + (1 - _FINAL_SHARE) * budget_s:
             if len(self.found.by_setting) + len(self._impossible) == len(self._space):
                 break
-            if self.found.by_setting and self._study.trials[-1].number % 3:
+            if self.found.by_setting and self._study.get_trials(deepcopy=False)[-1].number % 3:
                 self._step_aside()
             self._try(self._study.ask())
         self._confirm(begin + budget_s)

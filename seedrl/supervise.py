@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
@@ -46,6 +45,9 @@ from seedrl.transport.slab import (
 )
 from seedrl.watch.slow import SlowBatches
 from seedrl.watch.window import Window
+from seedrl.worker.envs import probe_spec
+from seedrl.worker.group import PROBE, seat_seed
+from seedrl.worker.loop import env_arguments
 
 if TYPE_CHECKING:
     from seedrl.watch.prometheus import Page
@@ -60,6 +62,13 @@ _COUNT_S = (
 )
 _TELL_S = 5.0
 _OTHER_DESCRIPTORS = 128
+
+
+def probe(config: Config) -> EnvSpec:
+    """The environment's spec, from a short-lived process that makes it."""
+    env = config.env
+    seed = seat_seed(config.run.seed, False, 0, 0, PROBE)
+    return probe_spec(env.id, env.kwargs, env.action_mask, env.stats, seed=seed)
 
 
 class Ended(Enum):
@@ -270,16 +279,12 @@ class Supervisor:
         extra: list[str] | None = None,
     ) -> list[WorkerSlot]:
         """Starts `num` workers that attach here, and keeps them alive; returns them."""
-        env, started = self.config.env, []
+        started = []
         for index in range(num):
             worker = WorkerSlot(index, evaluation)
             worker.arguments = [
-                "--address", f"unix://{self.address.absolute()}", "--env", env.id, "--env-kwargs", json.dumps(env.kwargs),
-                "--envs", str(envs), "--groups", str(groups), "--check", env.check,
-                "--check-steps", str(env.check_steps), "--on-nan", env.on_nan, "--max-rebuilds", str(env.max_rebuilds),
-                "--rebuild-window-s", str(env.rebuild_window_s), "--supervised", "--parent", str(os.getpid()), "--trial-seed", str(self.config.run.seed),
-                *(["--action-mask", self.spec.action_mask] if self.spec.action_mask else []),
-                *(part for name in env.stats for part in ("--stat", name)),
+                "--address", f"unix://{self.address.absolute()}", *env_arguments(self.config.env, self.spec.action_mask, envs, groups),
+                "--supervised", "--parent", str(os.getpid()), "--trial-seed", str(self.config.run.seed),
                 *(["--evaluation"] if evaluation else []), *(extra or []),
             ]  # fmt: skip
             self._workers.append(worker)

@@ -14,6 +14,21 @@ EPISODE_STEPS = 200
 _PICTURES = 4  # that a seat's observations go round in
 
 
+def pictures(space: spaces.Box, *lead: int) -> np.ndarray:
+    """Observations to go round in: [4, *lead, ...]."""
+    rng, shape = np.random.default_rng(0), (_PICTURES, *lead, *space.shape)
+    whole = space.dtype == np.uint8
+    pool = rng.integers(0, 256, shape) if whole else rng.standard_normal(shape)
+    return pool.astype(space.dtype)
+
+
+def burn(busy_ns: int) -> None:
+    """This thread's own time: workers that share a core do not step at once."""
+    end = time.thread_time_ns() + busy_ns
+    while time.thread_time_ns() < end:
+        pass
+
+
 class Synthetic(VectorEnv[Any, Any, Any]):
     """Rows out of a small pool, six actions, the action as reward; all episodes have 200 steps and end together.
 
@@ -27,10 +42,7 @@ class Synthetic(VectorEnv[Any, Any, Any]):
         self.single_observation_space, self.single_action_space = space, spaces.Discrete(6)
         self.observation_space = batch_space(space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        rng, shape = np.random.default_rng(0), (_PICTURES, num_envs, *space.shape)
-        whole = space.dtype == np.uint8
-        pool = rng.integers(0, 256, shape) if whole else rng.standard_normal(shape)
-        self._pool = pool.astype(space.dtype)
+        self._pool = pictures(space, num_envs)
         self._nobody, self._all = np.zeros(num_envs, bool), np.ones(num_envs, bool)
         self._nothing = np.zeros(num_envs)
         self._busy_ns, self._t = int(step_us * 1e3) * num_envs, 0
@@ -40,10 +52,8 @@ class Synthetic(VectorEnv[Any, Any, Any]):
         return self._pool[0], {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        if self._busy_ns:  # this thread's own time: workers that share a core do not step at once
-            end = time.thread_time_ns() + self._busy_ns
-            while time.thread_time_ns() < end:
-                pass
+        if self._busy_ns:
+            burn(self._busy_ns)
         self._t = (self._t + 1) % (EPISODE_STEPS + 1)
         over = self._all if self._t == EPISODE_STEPS else self._nobody
         reward = actions if self._t else self._nothing  # the row after the last one is a reset

@@ -10,20 +10,18 @@ import hashlib
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from seedrl.alone import in_own_process
 from seedrl.bench import measure as measure_run
-from seedrl.config import Config, dump_yaml, load_config
+from seedrl.config import DEFAULT_SERVED_SLOTS, Config, dump_yaml, load_config
 from seedrl.errors import ConfigError, RunError, SeedrlError
 from seedrl.search import Found, Measured, Search, Setting, Space
-from seedrl.worker.envs import probe_spec
+from seedrl.supervise import probe
 
-_DEFAULT_SERVED_SLOTS = 256
 _ALONE_ENVS = 32
 
 
@@ -48,8 +46,11 @@ def cores() -> int:
 
 def tune(request: Request) -> int:
     """The `tune` command; returns its exit code."""
-    config, space = _asked(request)
-    spec = probe_spec(config.env.id, config.env.kwargs, config.env.action_mask, config.env.stats)
+    given, space = _asked(request)
+    config = given.model_copy(deep=True)
+    config.run.stop_at_return = None  # a trial has no end but its own
+    spec = probe(config)
+    config.env.action_mask = spec.action_mask  # which the probe may have found by itself
 
     def measure(setting: Setting) -> Measured:
         figures = measure_run(
@@ -80,7 +81,7 @@ def tune(request: Request) -> int:
         draw(search.found, best, picture)
         teller.say(f"picture       {picture}: throughput against p99, {len(search.found.by_setting)} settings")  # fmt: skip
     if best is not None:
-        _write(request, space, best, search.found, config)
+        _write(request, space.config(best, given), best, search.found)
         teller.end(best, space.config(best, config))
         if not interrupted:
             _tell_alone(config, search.found.of(best), teller)
@@ -112,13 +113,11 @@ def _asked(request: Request) -> tuple[Config, Space]:
     space = Space.of(held, cores(), request.max_workers, request.max_envs)
     if len(space) < 2:
         raise ConfigError(what="everything is set already: nothing is left to search", where="command line", do=f"leave out one of {', '.join(sorted(held))}")  # fmt: skip
-    changed = config.model_dump(by_alias=True)
-    changed["run"]["stop_at_return"] = None  # a trial has no end but its own
-    return Config.model_validate(changed), space
+    return config, space
 
 
 def _need(module: str) -> None:
-    """ModuleNotFoundError, before anything starts, as a line that says what to install."""
+    """Raises: ConfigError, before anything starts, when `module` is not installed."""
     from importlib.util import find_spec
 
     if find_spec(module) is None:
@@ -132,12 +131,10 @@ def _name(config: Config, space: Space, request: Request) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write(request: Request, space: Space, best: Setting, found: Found, config: Config) -> None:
+def _write(request: Request, tuned: Config, best: Setting, found: Found) -> None:
     """The tuned configuration, whole, as `train` and `serve` take it; replaced in one go."""
-    given = load_config(request.config, request.overrides)  # with its own ends of the run
-    tuned = space.config(best, given)
     slots = tuned.workers.num * tuned.workers.envs_per_worker + tuned.evaluation.slots
-    if slots > (tuned.batching.max_slots or _DEFAULT_SERVED_SLOTS):
+    if slots > (tuned.batching.max_slots or DEFAULT_SERVED_SLOTS):
         tuned.batching.max_slots = slots
     measured = found.of(best)
     text = (
@@ -224,15 +221,11 @@ class _Teller:
 
 def _tell_alone(config: Config, best: Measured, teller: _Teller) -> None:
     """Measures what one process would do that steps the same environments itself, and says which is the faster."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "seedrl.alone", "--envs", str(_ALONE_ENVS), "--seconds", "2"],
-        input=json.dumps(config.model_dump(mode="json", by_alias=True)), capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    if ran.returncode:
-        last = (ran.stderr.strip().splitlines() or ["no output"])[-1]
-        teller.say(f"one process   could not be measured: {last}")
+    try:
+        alone = in_own_process(config, _ALONE_ENVS, 2.0)
+    except RunError as error:
+        teller.say(f"one process   could not be measured: {error.what}")
         return
-    alone = json.loads(ran.stdout.splitlines()[-1])["steps_per_s"]
     verdict = f"{best.steps_per_s / alone:.1f} times as many here"
     if alone > best.steps_per_s:
         verdict = "more than here: with environments this cheap a plain loop in one process acts faster (docs/tune.md, when to use something else)"  # fmt: skip

@@ -280,6 +280,16 @@ class Worker:
         kill_descendants()
 
 
+def env_arguments(env: Any, action_mask: str | None, envs: int, groups: int) -> list[str]:
+    """What the command line says of the environments: `env` is that section of a configuration, `action_mask` that of the spec."""
+    return [
+        "--env", env.id, "--env-kwargs", json.dumps(env.kwargs), "--envs", str(envs), "--groups", str(groups), "--check", env.check,
+        "--check-steps", str(env.check_steps), "--on-nan", env.on_nan, "--max-rebuilds", str(env.max_rebuilds),
+        "--rebuild-window-s", str(env.rebuild_window_s), *(["--action-mask", action_mask] if action_mask else []),
+        *(part for name in env.stats for part in ("--stat", name)),
+    ]  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="seedrl.worker.loop")
     parse.add_argument("--address", required=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from runs import Command, seedrl
+from seedrl.alone import in_own_process
 from seedrl.config import config_from, load_config
 
 HELD = ("workers.groups=1", "batching.min_batch=1", "batching.max_batch=null", "batching.max_wait_us=0", "engine.threads=1")  # fmt: skip
@@ -118,6 +117,4 @@ def test_a_wrong_request_starts_nothing(
 def test_one_process_acts_as_the_engine_does() -> None:
     """The loop that tune compares with steps every environment once a round: its pace is that of the steps."""
     config = config_from(["env.id=seedrl.synthetic:flat", "env.kwargs={step_us: 500}"])
-    command = [sys.executable, "-m", "seedrl.alone", "--envs", "4", "--seconds", "1"]
-    ran = subprocess.run(command, input=json.dumps(config.model_dump(mode="json", by_alias=True)), capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
-    assert 1000 < json.loads(ran.stdout)["steps_per_s"] <= 2000
+    assert 1000 < in_own_process(config, 4, 1.0) <= 2000

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from seedrl.bench import _Unlearnt, configuration
+from seedrl.bench import Unlearnt, configuration
 from seedrl.metrics import Histogram
-from seedrl.transport.slab import Phase
-from seedrl.worker.envs import probe_spec
+from seedrl.supervise import probe
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -20,18 +19,16 @@ CORES = sorted(os.sched_getaffinity(0))
 @pytest.mark.skipif(len(CORES) < 2, reason="needs a core for the engine and one for the others")
 def test_a_busy_process_on_the_engines_core_is_seen(tmp_path: Path) -> None:
     config = configuration("S", "shm", "default", 1, 16, 0, [])
-    spec = probe_spec(config.env.id, config.env.kwargs)
 
-    def seen(run: _Unlearnt) -> tuple[float, Histogram]:
+    def seen(run: Unlearnt) -> tuple[float, Histogram]:
         before, batches = run.board.histograms["deschedule_ns"].copy(), run.board.histograms["forward_ns"].copy()  # fmt: skip
         took_s = run.act(2.0)
         recent = run.board.histograms["deschedule_ns"].since(before)
         assert recent.count > 100 and batches.count
         return recent.total * 1e-9 / took_s, recent
 
-    with _Unlearnt(config, spec, tmp_path, num_slots=16) as run:
-        run.start()
-        run.seat([])
+    with Unlearnt(config, probe(config), tmp_path, num_slots=16) as run:
+        run.begin()
         os.sched_setaffinity(run._engine.pid, {CORES[0]})
         for worker in run._workers:
             assert worker.child is not None
@@ -39,7 +36,6 @@ def test_a_busy_process_on_the_engines_core_is_seen(tmp_path: Path) -> None:
         was = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {CORES[1]})  # this process counts
         try:
-            run.enter(Phase.ACT)
             run.act(0.5)
             alone, quiet = seen(run)
             spin = f"import os; os.sched_setaffinity(0, {{{CORES[0]}}})\nwhile True: pass"
