@@ -57,9 +57,6 @@ _START_S = 120.0  # a large policy, a slow disk: imports and allocation may take
 _RESPAWNS, _RESPAWN_WINDOW_S = 5, 60.0
 _LEARNER_GRACE_S = 6.0  # of the 10 s in which everything must be gone
 _TICK_S = 0.05
-_COUNT_S = (
-    0.2  # between two countings of batches, each of which costs a quarter of a millisecond at least
-)
 _TELL_S = 5.0
 _OTHER_DESCRIPTORS = 128
 
@@ -332,7 +329,7 @@ class Supervisor:
         for key, _ in self._selector.select(timeout_s):
             key.data(key.fileobj)
         self.door.collect()
-        if time.monotonic() - self._batches_counted_s >= _COUNT_S:
+        if time.monotonic() - self._batches_counted_s >= _TICK_S:
             lines, asks = self._batches.count()
             self.window.tick()
             self.controls.record(lines, asks)
