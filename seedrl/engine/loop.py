@@ -137,8 +137,12 @@ class Engine:
         self._epoch = slab.control[DOOR_LINE, DOOR_EPOCH : DOOR_EPOCH + 1].data
         self._wanted_phase = slab.control[SUPERVISOR_LINE, PHASE : PHASE + 1].data
         self._blocked_since: dict[str, int] = {}
-        # this thread's processor time and the time of day at the last batch's end, and how long it slept since
-        self._own_ns, self._ended_ns, self._slept_ns = time.thread_time_ns(), time.monotonic_ns(), 0
+        # when this thread's processor time was looked at last, what it was, and how long the thread slept since
+        self._looked_ns, self._own_ns, self._slept_ns = (
+            time.monotonic_ns(),
+            time.thread_time_ns(),
+            0,
+        )
 
     @torch.inference_mode()  # once for the whole step: to enter it costs as much as a small layer
     def step(self) -> bool:
@@ -167,14 +171,19 @@ class Engine:
         return True
 
     def _own_time(self, begin_ns: int, end_ns: int) -> int:
-        """Processor time of this thread in a batch that began and ended then: all since the last one, less what it was awake in between.
+        """Processor time of this thread in a batch that began and ended then.
 
-        One look at that clock a batch, as it is a system call. Time taken from the thread while it looks for the next batch counts as taken from that batch.
+        The clock of that is a system call, and is looked at once the thread was awake for `_LOOK_NS` since the last look: a batch from
+        which more than that was taken is looked at by itself. Less may be told of the next batch, as is what was taken from the thread
+        while it looked for a batch.
         """
+        awake_ns = end_ns - self._looked_ns - self._slept_ns
+        if awake_ns < _LOOK_NS:
+            return end_ns - begin_ns
         now_ns = time.thread_time_ns()
-        own_ns = now_ns - self._own_ns - (begin_ns - self._ended_ns - self._slept_ns)
-        self._own_ns, self._ended_ns, self._slept_ns = now_ns, end_ns, 0
-        return own_ns
+        taken_ns = awake_ns - (now_ns - self._own_ns)
+        self._looked_ns, self._own_ns, self._slept_ns = end_ns, now_ns, 0
+        return end_ns - begin_ns - taken_ns
 
     # ------------------------------------------------------------------------------------------------------ wait
 
@@ -209,8 +218,11 @@ class Engine:
                     timeout_us = us_until_fire(count, oldest_us, self.rule)
             if self._blocked_since and timeout_us is None:
                 timeout_us = _BLOCKED_LOOK_US  # so that the time blocked is told while it lasts
+            if timeout_us is None and self.board.has_unwritten:
+                timeout_us = _UNWRITTEN_US
             asleep_ns = time.monotonic_ns()
-            doorbell.wait(bell, timeout_us)
+            if not doorbell.wait(bell, timeout_us):
+                self.board.write_batches()
             self._slept_ns += time.monotonic_ns() - asleep_ns
 
     def _eligible(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
@@ -312,6 +324,7 @@ class Engine:
         self._blocked_since.clear()  # a pause is not the learner's doing
         if phase == Phase.FINISH:
             self._unfinished()
+        self.board.write_batches()
         self.board.set("acting", int(phase))
         return phase != Phase.EXIT
 
@@ -378,6 +391,8 @@ class Engine:
 
 _CPU = torch.device("cpu")
 _BLOCKED_LOOK_US = 100_000.0
+_UNWRITTEN_US = 10_000.0
+_LOOK_NS = 500_000
 _TIMES = slice(PUBLISHED_NS, STEP_NS + 1)
 _RUNNING = (Phase.ACT, Phase.PAUSED, Phase.FINISH)  # what is open stays open
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}

@@ -6,6 +6,9 @@ asks      int64 [ASKS, 4]: a line for each group of those batches, a ring that `
 episodes  float64 [EPISODES, 5 + S]: slot, evaluation, return, length, version, stats; a ring that `episodes_head` counts
 histograms, one after the other, of `metrics.Histogram.words()` words each: written by the supervisor, which counts the
           lines of the batches there, so that measuring a batch costs the engine one line
+
+The engine writes the lines of several batches at once, as the memory of the rings is cold every time; it does so at the latest when
+it has nothing else to do.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ HISTOGRAMS = ("rtt_ns", "wait_ns", "ingest_ns", "forward_ns", "answer_ns", "appe
 EPISODES = 1 << 14
 BATCHES = 1 << 13  # a second and more of the smallest batches
 ASKS = 1 << 15
+TOGETHER = 32  # batches whose lines are written at once
+_ASKS_TOGETHER = 1 << 10  # ... unless they have more groups than that
 OLDEST_NS, BEGIN_NS, INGESTED_NS, FORWARDED_NS, ANSWERED_NS, APPENDED_NS, CPU_NS, ROWS, GROUPS, ASKS_AT = range(10)  # fmt: skip
 # the last two of the step before, as the worker measured them
 ASK_GROUP, ASK_PUBLISHED_NS, ASK_RTT_NS, ASK_STEP_NS = range(4)
@@ -58,6 +63,8 @@ class Board:
         for name in HISTOGRAMS:
             self.histograms[name] = Histogram(words[at : at + size])
             at += size
+        self._unwritten: list[tuple[tuple[int, ...], int, np.ndarray, np.ndarray]] = []
+        self._unwritten_asks = 0
         width = _FIXED + num_stats
         self.episodes = words[at : at + EPISODES * width].view(np.float64).reshape(EPISODES, width)
 
@@ -83,22 +90,39 @@ class Board:
     def log_batch(
         self, times_ns: tuple[int, ...], rows: int, numbers: np.ndarray, asks: np.ndarray
     ) -> None:
-        """Adds a batch and counts it.
+        """Adds a batch, to be written with others.
 
-        Args: times_ns: the first seven words of its line. numbers int64 [G], asks int64 [G, 3]: the lines of its groups.
+        Args: times_ns: the first seven words of its line. numbers int64 [G], asks int64 [G, 3]: the lines of its groups, kept until then.
         """
-        groups, head = numbers.size, self._counters[_ASKS_HEAD]
+        self._unwritten.append((times_ns, rows, numbers, asks))
+        self._unwritten_asks += numbers.size
+        if len(self._unwritten) >= TOGETHER or self._unwritten_asks >= _ASKS_TOGETHER:
+            self.write_batches()
+
+    @property
+    def has_unwritten(self) -> bool:
+        return bool(self._unwritten)
+
+    def write_batches(self) -> None:
+        """Writes and counts the batches that `log_batch` was told of."""
+        if not self._unwritten:
+            return
+        head, added = self._counters[_ASKS_HEAD], self._unwritten_asks
         at = head % ASKS
-        if at + groups > ASKS:  # a batch's lie side by side
+        if at + added > ASKS:  # they lie side by side
             head, at = head + ASKS - at, 0
-        into = self.asks[at : at + groups]
-        into[:, ASK_GROUP], into[:, ASK_PUBLISHED_NS:] = numbers, asks
+        into = self.asks[at : at + added]
+        into[:, ASK_GROUP] = np.concatenate([numbers for _, _, numbers, _ in self._unwritten])
+        into[:, ASK_PUBLISHED_NS:] = np.concatenate([asks for _, _, _, asks in self._unwritten])
         number = self._counters[_BATCHES]
-        _LINE.pack_into(
-            self._lines, number % BATCHES * _LINE_WORDS * 8, *times_ns, rows, groups, head
-        )
-        self._counters[_ASKS_HEAD] = head + groups
-        self._counters[_BATCHES] = number + 1
+        for times_ns, rows, numbers, _ in self._unwritten:
+            line_at = number % BATCHES * _LINE_WORDS * 8
+            _LINE.pack_into(self._lines, line_at, *times_ns, rows, numbers.size, head)
+            head, number = head + numbers.size, number + 1
+        self._counters[_ASKS_HEAD] = head
+        self._counters[_BATCHES] = number
+        self._unwritten.clear()
+        self._unwritten_asks = 0
 
     def log_episodes(
         self, slots: np.ndarray, evaluation: np.ndarray, returns: np.ndarray, lengths: np.ndarray, version: int,
@@ -135,15 +159,15 @@ class BatchReader:
         """
         board = self._board
         head = board.get("batches")
-        # the line at `head` may be half written: it stands where the oldest one of a full ring stood
-        begin = max(self._seen, head - BATCHES + 1)
+        # the lines from `head` on may be half written: they stand where the oldest ones of a full ring stood
+        begin = max(self._seen, head - BATCHES + TOGETHER)
         lines = board.batches[np.arange(begin, head) % BATCHES]
         groups, first = lines[:, GROUPS], lines[:, ASKS_AT]
         within = np.arange(int(groups.sum())) - np.repeat(np.cumsum(groups) - groups, groups)
         at = np.repeat(first, groups) + within
         asks = board.asks[at % ASKS]
         # not what the engine has overwritten meanwhile, or may be overwriting now
-        whole = np.arange(begin, head) > board.get("batches") - BATCHES
+        whole = np.arange(begin, head) >= board.get("batches") - BATCHES + TOGETHER
         whole &= first > board.get("asks_head") - ASKS // 2
         asks, lines = asks[np.repeat(whole, groups)], lines[whole]
         self.lost += head - self._seen - len(lines)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from seedrl.metrics import Histogram
-from seedrl.store.board import ASKS, BATCHES, HISTOGRAMS, BatchReader, Board
+from seedrl.store.board import ASKS, BATCHES, HISTOGRAMS, TOGETHER, BatchReader, Board
 
 
 @pytest.fixture
@@ -35,6 +35,11 @@ def log(board: Board, number: int, groups: int, told: dict[str, Histogram] | Non
             told["env_step_ns"].add(step)
 
 
+def count(board: Board, reader: BatchReader) -> None:
+    board.write_batches()
+    reader.count()
+
+
 def same(board: Board, told: dict[str, Histogram]) -> None:
     for name, histogram in told.items():
         np.testing.assert_array_equal(board.histograms[name]._words, histogram._words, name)
@@ -48,8 +53,8 @@ def test_what_is_counted_is_what_was_logged(board: Board) -> None:
             log(board, number, 1 + number % 9, told)
             number += 1
         if round_ % 3 != 1:
-            reader.count()
-    reader.count()
+            count(board, reader)
+    count(board, reader)
     assert number > BATCHES and board.get("asks_head") > 2 * ASKS
     assert board.get("batches") == number and reader.lost == 0
     same(board, told)
@@ -58,9 +63,9 @@ def test_what_is_counted_is_what_was_logged(board: Board) -> None:
 def test_a_reader_that_comes_too_late_says_what_it_lost(board: Board) -> None:
     reader, told = BatchReader(board), {name: Histogram() for name in HISTOGRAMS}
     for number in range(BATCHES + 500):
-        log(board, number, 1, told if number > 500 else None)
-    reader.count()
-    assert reader.lost == 501  # the oldest line of a full ring may be half overwritten
+        log(board, number, 1, told if number >= 500 + TOGETHER else None)
+    count(board, reader)
+    assert reader.lost == 500 + TOGETHER  # the oldest lines of a full ring may be half overwritten
     same(board, told)
 
 
@@ -69,12 +74,12 @@ def test_large_batches_fill_the_ring_of_asks_first(board: Board) -> None:
     kept = ASKS // 2 // groups
     for number in range(100):
         log(board, number, groups, told if number >= 100 - kept else None)
-    reader.count()
+    count(board, reader)
     assert 100 - kept <= reader.lost <= 100 - kept + 1
     if reader.lost == 100 - kept:
         same(board, told)
     for number in range(100, 100 + kept // 2):
         log(board, number, groups, None)
     lost = reader.lost
-    reader.count()
+    count(board, reader)
     assert reader.lost == lost

@@ -39,6 +39,7 @@ def test_the_page_says_what_the_board_says() -> None:
         asks = np.exp(rng.normal(13, 2, (3, 2))).astype(np.int64)
         rtt_ns += asks[:, 0].tolist()
         board.log_batch((0, *np.cumsum(rng.integers(1, 10**6, 5)).tolist(), 10**6), 1 + number % 128, np.arange(3), np.insert(asks, 0, 0, axis=1))  # fmt: skip
+    board.write_batches()
     reader.count()
     board.add("env_steps", 123_456)
     board.add("dropped_detached", 7)

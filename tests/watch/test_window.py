@@ -31,6 +31,7 @@ def test_a_window_forgets_what_is_older_than_five_seconds() -> None:
             times = (begin - 1000, begin, begin + 100, begin + 100 + forward_ns, begin + 200 + forward_ns, begin + 300 + forward_ns, 10)  # fmt: skip
             board.log_batch(times, 24, np.arange(2), np.full((2, 3), 10**6, np.int64))
             board.add("env_steps", 24)
+        board.write_batches()
         reader.count()
 
     batches(50, 10**9)
