@@ -84,6 +84,7 @@ def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[
     assert batches < BATCHES
     for number in range(batches + 200):
         if number == 200:  # the first ones warm up
+            board.write_batches()
             counted.count()
             before = {name: board.histograms[name].copy() for name in STAGES}
             took_ns = 0
@@ -95,6 +96,7 @@ def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[
         took_ns += time.perf_counter_ns() - begin
         while reader.sample(slots, timeout_s=0) is not None:
             pass
+    board.write_batches()
     counted.count()
     stages = {name: board.histograms[name].since(before[name]) for name in STAGES}
     means = {name.replace("_ns", "_us"): round(h.mean * 1e-3, 1) for name, h in stages.items()}

@@ -331,6 +331,8 @@ class Supervisor:
         self.door.collect()
         if time.monotonic() - self._batches_counted_s >= _TICK_S:
             lines, asks = self._batches.count()
+            if not len(lines):
+                doorbell.ring(self._bell, 1)  # for the engine to write what it still has
             self.window.tick()
             self.controls.record(lines, asks)
             if self._slow is not None:

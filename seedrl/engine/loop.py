@@ -46,7 +46,6 @@ from seedrl.transport.slab import (
     SEQUENCE,
     SIZE,
     START,
-    STEP_NS,
     SUPERVISOR_LINE,
     WORKER,
     Phase,
@@ -137,6 +136,7 @@ class Engine:
         self._epoch = slab.control[DOOR_LINE, DOOR_EPOCH : DOOR_EPOCH + 1].data
         self._wanted_phase = slab.control[SUPERVISOR_LINE, PHASE : PHASE + 1].data
         self._blocked_since: dict[str, int] = {}
+        self._written_ns = 0  # when batches were written last for want of work
         # when this thread's processor time was looked at last, what it was, and how long the thread slept since
         self._looked_ns, self._own_ns, self._slept_ns = (
             time.monotonic_ns(),
@@ -162,11 +162,9 @@ class Engine:
         self._count(ready)
         self.append(ready)
         t4 = time.monotonic_ns()
+        own_ns = self._own_time(t0, t4)
         self.board.log_batch(
-            (ready.oldest_ns, t0, t1, t2, t3, t4, self._own_time(t0, t4)),
-            ready.rows.size,
-            ready.groups,
-            ready.lines[:, _TIMES],
+            (ready.oldest_ns, t0, t1, t2, t3, t4, own_ns, ready.rows, ready.groups, ready.lines)
         )
         return True
 
@@ -218,11 +216,11 @@ class Engine:
                     timeout_us = us_until_fire(count, oldest_us, self.rule)
             if self._blocked_since and timeout_us is None:
                 timeout_us = _BLOCKED_LOOK_US  # so that the time blocked is told while it lasts
-            if timeout_us is None and self.board.has_unwritten:
-                timeout_us = _UNWRITTEN_US
             asleep_ns = time.monotonic_ns()
-            if not doorbell.wait(bell, timeout_us):
+            if asleep_ns - self._written_ns > _UNWRITTEN_NS:
                 self.board.write_batches()
+                self._written_ns = asleep_ns
+            doorbell.wait(bell, timeout_us)
             self._slept_ns += time.monotonic_ns() - asleep_ns
 
     def _eligible(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
@@ -391,9 +389,8 @@ class Engine:
 
 _CPU = torch.device("cpu")
 _BLOCKED_LOOK_US = 100_000.0
-_UNWRITTEN_US = 10_000.0
+_UNWRITTEN_NS = 10_000_000  # no timer: whoever reads rings the bell when nothing came
 _LOOK_NS = 500_000
-_TIMES = slice(PUBLISHED_NS, STEP_NS + 1)
 _RUNNING = (Phase.ACT, Phase.PAUSED, Phase.FINISH)  # what is open stays open
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
 

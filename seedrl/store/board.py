@@ -7,8 +7,8 @@ episodes  float64 [EPISODES, 5 + S]: slot, evaluation, return, length, version, 
 histograms, one after the other, of `metrics.Histogram.words()` words each: written by the supervisor, which counts the
           lines of the batches there, so that measuring a batch costs the engine one line
 
-The engine writes the lines of several batches at once, as the memory of the rings is cold every time; it does so at the latest when
-it has nothing else to do.
+The engine writes the lines of several batches at once, as the memory of the rings is cold every time; at the latest 10 ms later if it
+has nothing else to do, for which its bell may have to be rung.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ ENGINE_STAGES = tuple(STAGES)[1:]  # those in which the engine is at work
 _LINE_WORDS, _ASK_WORDS = 16, 4
 _LINE = struct.Struct("10q")
 _FIXED = 5
+ASKED = slice(1, 4)  # of what a group asked, the words PUBLISHED_NS to STEP_NS of transport.slab
+# the first seven words of its line; rows int64 [B], groups int64 [G], what they asked int64 [G, 16]
+Batch = tuple[int, int, int, int, int, int, int, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Board:
@@ -63,8 +66,7 @@ class Board:
         for name in HISTOGRAMS:
             self.histograms[name] = Histogram(words[at : at + size])
             at += size
-        self._unwritten: list[tuple[tuple[int, ...], int, np.ndarray, np.ndarray]] = []
-        self._unwritten_asks = 0
+        self._unwritten: list[Batch] = []
         width = _FIXED + num_stats
         self.episodes = words[at : at + EPISODES * width].view(np.float64).reshape(EPISODES, width)
 
@@ -87,42 +89,39 @@ class Board:
     def add(self, name: str, value: int) -> None:
         self._counters[self.at[name]] += value
 
-    def log_batch(
-        self, times_ns: tuple[int, ...], rows: int, numbers: np.ndarray, asks: np.ndarray
-    ) -> None:
-        """Adds a batch, to be written with others.
-
-        Args: times_ns: the first seven words of its line. numbers int64 [G], asks int64 [G, 3]: the lines of its groups, kept until then.
-        """
-        self._unwritten.append((times_ns, rows, numbers, asks))
-        self._unwritten_asks += numbers.size
-        if len(self._unwritten) >= TOGETHER or self._unwritten_asks >= _ASKS_TOGETHER:
+    def log_batch(self, batch: Batch) -> None:
+        """Adds a batch, to be written with others: its arrays are kept until then."""
+        self._unwritten.append(batch)
+        if len(self._unwritten) >= TOGETHER:
             self.write_batches()
-
-    @property
-    def has_unwritten(self) -> bool:
-        return bool(self._unwritten)
 
     def write_batches(self) -> None:
         """Writes and counts the batches that `log_batch` was told of."""
-        if not self._unwritten:
+        batches, self._unwritten = self._unwritten, []
+        if sum(batch[-2].size for batch in batches) <= _ASKS_TOGETHER:
+            self._write(batches)
+        else:
+            for batch in batches:
+                self._write([batch])
+
+    def _write(self, batches: list[Batch]) -> None:
+        if not batches:
             return
-        head, added = self._counters[_ASKS_HEAD], self._unwritten_asks
+        groups = np.concatenate([batch[-2] for batch in batches])
+        head = self._counters[_ASKS_HEAD]
         at = head % ASKS
-        if at + added > ASKS:  # they lie side by side
+        if at + groups.size > ASKS:  # they lie side by side
             head, at = head + ASKS - at, 0
-        into = self.asks[at : at + added]
-        into[:, ASK_GROUP] = np.concatenate([numbers for _, _, numbers, _ in self._unwritten])
-        into[:, ASK_PUBLISHED_NS:] = np.concatenate([asks for _, _, _, asks in self._unwritten])
+        into = self.asks[at : at + groups.size]
+        into[:, ASK_GROUP] = groups
+        into[:, ASK_PUBLISHED_NS:] = np.concatenate([batch[-1] for batch in batches])[:, ASKED]
         number = self._counters[_BATCHES]
-        for times_ns, rows, numbers, _ in self._unwritten:
+        for *times_ns, rows, numbers, _ in batches:
             line_at = number % BATCHES * _LINE_WORDS * 8
-            _LINE.pack_into(self._lines, line_at, *times_ns, rows, numbers.size, head)
+            _LINE.pack_into(self._lines, line_at, *times_ns, rows.size, numbers.size, head)
             head, number = head + numbers.size, number + 1
         self._counters[_ASKS_HEAD] = head
         self._counters[_BATCHES] = number
-        self._unwritten.clear()
-        self._unwritten_asks = 0
 
     def log_episodes(
         self, slots: np.ndarray, evaluation: np.ndarray, returns: np.ndarray, lengths: np.ndarray, version: int,

@@ -9,6 +9,7 @@ import pytest
 
 from seedrl.metrics import Histogram
 from seedrl.store.board import ASKS, BATCHES, HISTOGRAMS, TOGETHER, BatchReader, Board
+from seedrl.transport.slab import LINE_WORDS, PUBLISHED_NS, RTT_NS, STEP_NS
 
 
 @pytest.fixture
@@ -24,7 +25,9 @@ def log(board: Board, number: int, groups: int, told: dict[str, Histogram] | Non
     cpu = (ingest + forward + answer + append) // 2 if number % 3 else 10**9  # a clock may disagree
     times = np.cumsum([begin, ingest, forward, answer, append]).tolist()
     asks = rng.integers(1, 10**8, (groups, 2))
-    board.log_batch((begin - wait, *times, cpu), number, np.arange(groups), np.insert(asks, 0, begin, axis=1))  # fmt: skip
+    asked = np.zeros((groups, LINE_WORDS), np.int64)
+    asked[:, PUBLISHED_NS], asked[:, RTT_NS], asked[:, STEP_NS] = begin, *asks.T
+    board.log_batch((begin - wait, *times, cpu, np.zeros(number), np.arange(groups), asked))
     if told is not None:
         values = {"wait_ns": wait, "ingest_ns": ingest, "forward_ns": forward, "answer_ns": answer, "append_ns": append, "batch_rows": number}  # fmt: skip
         for name, value in values.items():
