@@ -38,6 +38,7 @@ crowd: install
 bench: install
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/training.py
 	for what in breakeven slots telemetry; do $(BIN)/python benchmarks/sweeps.py $$what || exit 1; done
 	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 3
 	$(BIN)/python benchmarks/side_by_side.py --seeds 1 2 --step-us 200

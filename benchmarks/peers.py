@@ -22,7 +22,12 @@ from typing import Any
 HERE = Path(__file__).parent
 VENVS = HERE.parent / "build/peers"
 CONSTRAINTS = HERE.parent / "constraints.txt"
-NEEDS = {"sb3": "stable-baselines3", "torchrl": "torchrl"}
+NEEDS = {
+    "sb3": ("-c", str(CONSTRAINTS), "stable-baselines3", "gymnasium"),
+    "torchrl": ("-c", str(CONSTRAINTS), "torchrl", "gymnasium"),
+    # brings an older Gymnasium and NumPy of its own choice, and imports pkg_resources
+    "sf": ("sample-factory", "torch==2.13.0", "setuptools<81"),
+}
 # (what it is called, whose interpreter, its arguments)
 PEERS = (
     ("one process (SyncVectorEnv)", None, ("loop",)),
@@ -40,9 +45,9 @@ def interpreter(name: str | None) -> Path | None:
         return Path(sys.executable)
     python = VENVS / name / "bin/python"
     if not python.exists():
-        print(f"installing {NEEDS[name]} into {VENVS / name}", file=sys.stderr, flush=True)
+        print(f"installing what it needs into {VENVS / name}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(VENVS / name)], check=True)
-        command = [str(python), "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), NEEDS[name], "gymnasium"]  # fmt: skip
+        command = [str(python), "-m", "pip", "install", "-q", *NEEDS[name]]  # fmt: skip
         if subprocess.run(command, check=False).returncode:
             return None
     return python
