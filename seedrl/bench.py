@@ -154,9 +154,9 @@ def measure(
             run.records.clear()
             board = run.board
             before = {name: histogram.copy() for name, histogram in board.histograms.items()}
-            rows, batches = board.get("rows_acted"), board.get("batches")
+            rows, batches = board.get("rows_acted"), board.fired
             took_s = run.act(seconds)
-            rows, batches = board.get("rows_acted") - rows, board.get("batches") - batches
+            rows, batches = board.get("rows_acted") - rows, board.fired - batches
             seen = {name: board.histograms[name].since(before[name]) for name in before}
     return {
         "seconds": round(took_s, 3), "steps_per_s": round(rows / took_s, 1), "mean_batch": round(rows / max(batches, 1), 2),

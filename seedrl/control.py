@@ -212,7 +212,7 @@ class Controls:
         return {
             "pace": self.pace().value, "env_id": supervisor.spec.env_id, "learner": supervisor.learning, "slots": slab.layout.num_slots,
             "free_slots": door.free_slots(), "workers": sorted(workers, key=lambda worker: worker["worker"]),
-            "env_steps": board.get("env_steps"), "batches": board.get("batches"), "policy_version": board.get("policy_version"),
+            "env_steps": board.get("env_steps"), "batches": board.fired, "policy_version": board.get("policy_version"),
             "rtt_p50_us": _known(rtt.percentile(50) * 1e-3), "rtt_p99_us": _known(rtt.percentile(99) * 1e-3),
             "listen": supervisor.listener.address if supervisor.listener is not None else None, "run_dir": str(supervisor.run_dir),
             "tracing": self.tracing,

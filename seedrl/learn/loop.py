@@ -191,7 +191,7 @@ class Learner:
         board = self.board
         return {
             "time_s": time.monotonic(), "updates": self.updates, "waited_ns": self.reader.waited_ns,
-            "env_steps": board.get("env_steps"), "batches": board.get("batches"),
+            "env_steps": board.get("env_steps"), "batches": board.fired,
             "rows": board.get("rows_acted") + board.get("evaluation_rows"),
             "blocked_ns": board.get("blocked_room_ns") + board.get("blocked_lag_ns"),
         }  # fmt: skip

@@ -89,6 +89,11 @@ class Board:
     def add(self, name: str, value: int) -> None:
         self._counters[self.at[name]] += value
 
+    @property
+    def fired(self) -> int:
+        """Batches so far; the counter `batches` is of those whose lines are written."""
+        return sum(self._counters[_FIRED])
+
     def log_batch(self, batch: Batch) -> None:
         """Adds a batch, to be written with others: its arrays are kept until then."""
         self._unwritten.append(batch)
@@ -142,6 +147,7 @@ class Board:
         self.set("episodes_head", head + slots.size)
 
 
+_FIRED = slice(COUNTERS.index("fired_full"), COUNTERS.index("fired_hard_deadline") + 1)
 _BATCHES, _ASKS_HEAD = COUNTERS.index("batches"), COUNTERS.index("asks_head")
 
 

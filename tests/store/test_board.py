@@ -43,6 +43,12 @@ def count(board: Board, reader: BatchReader) -> None:
     reader.count()
 
 
+def test_fired_counts_every_reason_at_once(board: Board) -> None:
+    for number, reason in enumerate(("full", "all_ready", "wait", "hard_deadline")):
+        board.add(f"fired_{reason}", 10**number)
+    assert board.fired == 1111 and board.get("batches") == 0
+
+
 def same(board: Board, told: dict[str, Histogram]) -> None:
     for name, histogram in told.items():
         np.testing.assert_array_equal(board.histograms[name]._words, histogram._words, name)
