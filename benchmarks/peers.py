@@ -22,6 +22,7 @@ from typing import Any
 HERE = Path(__file__).parent
 VENVS = HERE.parent / "build/peers"
 CONSTRAINTS = HERE.parent / "constraints.txt"
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
 NEEDS = {
     "sb3": ("-c", str(CONSTRAINTS), "stable-baselines3", "gymnasium"),
     "torchrl": ("-c", str(CONSTRAINTS), "torchrl", "gymnasium"),
@@ -55,8 +56,7 @@ def interpreter(name: str | None) -> Path | None:
 
 def run(command: list[str]) -> float | None:
     """The figure that a command prints, None when it prints none."""
-    environment = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=ENVIRONMENT)  # fmt: skip
     for line in ran.stdout.splitlines():
         if line.startswith("{"):
             figure: float = json.loads(line)["steps_per_s"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from peers import interpreter
+from peers import ENVIRONMENT, interpreter
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs/cartpole.yaml"
@@ -30,11 +29,10 @@ Result = tuple[float, int]  # seconds, environment steps
 
 def first_line(command: list[str], holds: str) -> tuple[float, str] | None:
     """When a command prints a line that holds this, and the line; it is left to end by itself. None when it does not."""
-    environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
     begin, found = time.monotonic(), None
     with subprocess.Popen(
         ["timeout", "--signal=INT", "--kill-after=10", str(LIMIT_S), *command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:

@@ -102,6 +102,8 @@ class Board:
 
     def write_batches(self) -> None:
         """Writes and counts the batches that `log_batch` was told of."""
+        if not self._unwritten:
+            return
         batches, self._unwritten = self._unwritten, []
         if sum(batch[-2].size for batch in batches) <= _ASKS_TOGETHER:
             self._write(batches)
@@ -110,8 +112,6 @@ class Board:
                 self._write([batch])
 
     def _write(self, batches: list[Batch]) -> None:
-        if not batches:
-            return
         groups = np.concatenate([batch[-2] for batch in batches])
         head = self._counters[_ASKS_HEAD]
         at = head % ASKS
