@@ -137,12 +137,8 @@ class Engine:
         self._wanted_phase = slab.control[SUPERVISOR_LINE, PHASE : PHASE + 1].data
         self._blocked_since: dict[str, int] = {}
         self._written_ns = 0  # when batches were written last for want of work
-        # when this thread's processor time was looked at last, what it was, and how long the thread slept since
-        self._looked_ns, self._own_ns, self._slept_ns = (
-            time.monotonic_ns(),
-            time.thread_time_ns(),
-            0,
-        )
+        # when this thread's processor time is looked at next (later by what the thread sleeps), and what it was last
+        self._look_at_ns, self._own_ns = time.monotonic_ns() + _LOOK_NS, time.thread_time_ns()
 
     @torch.inference_mode()  # once for the whole step: to enter it costs as much as a small layer
     def step(self) -> bool:
@@ -162,9 +158,9 @@ class Engine:
         self._count(ready)
         self.append(ready)
         t4 = time.monotonic_ns()
-        own_ns = self._own_time(t0, t4)
+        own_ns = t4 - t0 if t4 < self._look_at_ns else self._own_time(t0, t4)
         self.board.log_batch(
-            (ready.oldest_ns, t0, t1, t2, t3, t4, own_ns, ready.rows, ready.groups, ready.lines)
+            ready.oldest_ns, t0, t1, t2, t3, t4, own_ns, ready.rows.size, ready.groups, ready.lines
         )
         return True
 
@@ -175,12 +171,10 @@ class Engine:
         which more than that was taken is looked at by itself. Less may be told of the next batch, as is what was taken from the thread
         while it looked for a batch.
         """
-        awake_ns = end_ns - self._looked_ns - self._slept_ns
-        if awake_ns < _LOOK_NS:
-            return end_ns - begin_ns
         now_ns = time.thread_time_ns()
+        awake_ns = end_ns - self._look_at_ns + _LOOK_NS
         taken_ns = awake_ns - (now_ns - self._own_ns)
-        self._looked_ns, self._own_ns, self._slept_ns = end_ns, now_ns, 0
+        self._look_at_ns, self._own_ns = end_ns + _LOOK_NS, now_ns
         return end_ns - begin_ns - taken_ns
 
     # ------------------------------------------------------------------------------------------------------ wait
@@ -221,7 +215,7 @@ class Engine:
                 self.board.write_batches()
                 self._written_ns = asleep_ns
             doorbell.wait(bell, timeout_us)
-            self._slept_ns += time.monotonic_ns() - asleep_ns
+            self._look_at_ns += time.monotonic_ns() - asleep_ns
 
     def _eligible(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
         """The ready groups that may be answered in this phase, and the live rows that they are weighed against."""
@@ -390,7 +384,7 @@ class Engine:
 _CPU = torch.device("cpu")
 _BLOCKED_LOOK_US = 100_000.0
 _UNWRITTEN_NS = 10_000_000  # no timer: whoever reads rings the bell when nothing came
-_LOOK_NS = 500_000
+_LOOK_NS = 1_000_000
 _RUNNING = (Phase.ACT, Phase.PAUSED, Phase.FINISH)  # what is open stays open
 _FIRED = {reason: f"fired_{reason.name.lower()}" for reason in Reason}
 

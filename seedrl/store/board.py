@@ -14,7 +14,7 @@ has nothing else to do, for which its bell may have to be rung.
 from __future__ import annotations
 
 import mmap
-import struct
+from itertools import chain
 
 import numpy as np
 
@@ -31,7 +31,7 @@ EPISODES = 1 << 14
 BATCHES = 1 << 13  # a second and more of the smallest batches
 ASKS = 1 << 15
 TOGETHER = 32  # batches whose lines are written at once
-_ASKS_TOGETHER = 1 << 10  # ... unless they have more groups than that
+_MANY_GROUPS = ASKS // 8 // TOGETHER  # a batch of more is written at once
 OLDEST_NS, BEGIN_NS, INGESTED_NS, FORWARDED_NS, ANSWERED_NS, APPENDED_NS, CPU_NS, ROWS, GROUPS, ASKS_AT = range(10)  # fmt: skip
 # the last two of the step before, as the worker measured them
 ASK_GROUP, ASK_PUBLISHED_NS, ASK_RTT_NS, ASK_STEP_NS = range(4)
@@ -41,11 +41,8 @@ STAGES = {  # of a batch: the words of its line between which each lies
 }  # fmt: skip
 ENGINE_STAGES = tuple(STAGES)[1:]  # those in which the engine is at work
 _LINE_WORDS, _ASK_WORDS = 16, 4
-_LINE = struct.Struct("10q")
 _FIXED = 5
 ASKED = slice(1, 4)  # of what a group asked, the words PUBLISHED_NS to STEP_NS of transport.slab
-# the first seven words of its line; rows int64 [B], groups int64 [G], what they asked int64 [G, 16]
-Batch = tuple[int, int, int, int, int, int, int, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Board:
@@ -58,7 +55,6 @@ class Board:
         self.at = {name: i for i, name in enumerate(COUNTERS)}
         at, size = len(COUNTERS), Histogram.words()
         self.batches = words[at : at + BATCHES * _LINE_WORDS].reshape(BATCHES, _LINE_WORDS)
-        self._lines = memoryview(self.batches.data).cast("B")
         at += self.batches.size
         self.asks = words[at : at + ASKS * _ASK_WORDS].reshape(ASKS, _ASK_WORDS)
         at += self.asks.size
@@ -66,7 +62,10 @@ class Board:
         for name in HISTOGRAMS:
             self.histograms[name] = Histogram(words[at : at + size])
             at += size
-        self._unwritten: list[Batch] = []
+        # the batches not written yet, in lists of fixed length: half the time that struct.pack_into or array.array take among other work
+        self._kept = 0
+        self._lines: list[tuple[int, ...]] = [()] * TOGETHER
+        self._groups, self._asked = ([np.zeros(0, np.int64)] * TOGETHER for _ in range(2))
         width = _FIXED + num_stats
         self.episodes = words[at : at + EPISODES * width].view(np.float64).reshape(EPISODES, width)
 
@@ -94,39 +93,43 @@ class Board:
         """Batches so far; the counter `batches` is of those whose lines are written."""
         return sum(self._counters[_FIRED])
 
-    def log_batch(self, batch: Batch) -> None:
-        """Adds a batch, to be written with others: its arrays are kept until then."""
-        self._unwritten.append(batch)
-        if len(self._unwritten) >= TOGETHER:
+    def log_batch(
+        self, oldest_ns: int, begin_ns: int, ingested_ns: int, forwarded_ns: int, answered_ns: int, appended_ns: int, cpu_ns: int,
+        rows: int, groups: np.ndarray, asked: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Adds a batch, to be written with others: of so many rows, of these groups, int64 [G], and what they asked, int64 [G, 16]."""
+        kept, size = self._kept, groups.size
+        self._groups[kept], self._asked[kept] = groups, asked
+        self._lines[kept] = (
+            oldest_ns, begin_ns, ingested_ns, forwarded_ns, answered_ns, appended_ns, cpu_ns, rows, size,
+        )  # fmt: skip
+        self._kept = kept + 1
+        if self._kept == TOGETHER or size > _MANY_GROUPS:
             self.write_batches()
 
     def write_batches(self) -> None:
         """Writes and counts the batches that `log_batch` was told of."""
-        if not self._unwritten:
+        kept = self._kept
+        if not kept:
             return
-        batches, self._unwritten = self._unwritten, []
-        if sum(batch[-2].size for batch in batches) <= _ASKS_TOGETHER:
-            self._write(batches)
-        else:
-            for batch in batches:
-                self._write([batch])
-
-    def _write(self, batches: list[Batch]) -> None:
-        groups = np.concatenate([batch[-2] for batch in batches])
+        groups = np.concatenate(self._groups[:kept])
+        asks = groups.size
         head = self._counters[_ASKS_HEAD]
         at = head % ASKS
-        if at + groups.size > ASKS:  # they lie side by side
+        if at + asks > ASKS:  # they lie side by side
             head, at = head + ASKS - at, 0
-        into = self.asks[at : at + groups.size]
+        into = self.asks[at : at + asks]
         into[:, ASK_GROUP] = groups
-        into[:, ASK_PUBLISHED_NS:] = np.concatenate([batch[-1] for batch in batches])[:, ASKED]
+        into[:, ASK_PUBLISHED_NS:] = np.concatenate(self._asked[:kept])[:, ASKED]
         number = self._counters[_BATCHES]
-        for *times_ns, rows, numbers, _ in batches:
-            line_at = number % BATCHES * _LINE_WORDS * 8
-            _LINE.pack_into(self._lines, line_at, *times_ns, rows.size, numbers.size, head)
-            head, number = head + numbers.size, number + 1
-        self._counters[_ASKS_HEAD] = head
-        self._counters[_BATCHES] = number
+        words = np.fromiter(chain.from_iterable(self._lines[:kept]), np.int64, kept * ASKS_AT)
+        words = words.reshape(kept, ASKS_AT)
+        sizes, lines = words[:, GROUPS], np.arange(number, number + kept) % BATCHES
+        self.batches[lines, :ASKS_AT] = words
+        self.batches[lines, ASKS_AT] = head + sizes.cumsum() - sizes
+        self._counters[_ASKS_HEAD] = head + asks
+        self._counters[_BATCHES] = number + kept
+        self._kept = 0
 
     def log_episodes(
         self, slots: np.ndarray, evaluation: np.ndarray, returns: np.ndarray, lengths: np.ndarray, version: int,

@@ -27,7 +27,7 @@ def log(board: Board, number: int, groups: int, told: dict[str, Histogram] | Non
     asks = rng.integers(1, 10**8, (groups, 2))
     asked = np.zeros((groups, LINE_WORDS), np.int64)
     asked[:, PUBLISHED_NS], asked[:, RTT_NS], asked[:, STEP_NS] = begin, *asks.T
-    board.log_batch((begin - wait, *times, cpu, np.zeros(number), np.arange(groups), asked))
+    board.log_batch(begin - wait, *times, cpu, number, np.arange(groups), asked)
     if told is not None:
         values = {"wait_ns": wait, "ingest_ns": ingest, "forward_ns": forward, "answer_ns": answer, "append_ns": append, "batch_rows": number}  # fmt: skip
         for name, value in values.items():

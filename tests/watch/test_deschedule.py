@@ -49,5 +49,5 @@ def test_a_busy_process_on_the_engines_core_is_seen(tmp_path: Path) -> None:
             os.sched_setaffinity(0, was)
     print(f"descheduled {alone:.1%} of the time alone, {crowded:.1%} beside a busy process; p50 {quiet.percentile(50):.0f} ns")  # fmt: skip
     assert quiet.percentile(50) <= 5_000, "near zero: what the clocks themselves take"
-    assert alone < 0.15 and crowded > alone + 0.1, "half of the core is the other's"
+    assert alone < 0.15 and crowded > alone + 0.05, "half of the core is the other's, asleep or not"
     assert loud.max >= 1_000_000, "some batch lost a whole turn of the scheduler"

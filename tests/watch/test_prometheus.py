@@ -39,7 +39,7 @@ def test_the_page_says_what_the_board_says() -> None:
         asks = np.exp(rng.normal(13, 2, (3, 2))).astype(np.int64)
         rtt_ns += asks[:, 0].tolist()
         asked = np.pad(asks, ((0, 0), (2, 12)))  # the sequence and the time of asking before them
-        board.log_batch((0, *np.cumsum(rng.integers(1, 10**6, 5)).tolist(), 10**6, np.zeros(1 + number % 128), np.arange(3), asked))  # fmt: skip
+        board.log_batch(0, *np.cumsum(rng.integers(1, 10**6, 5)).tolist(), 10**6, 1 + number % 128, np.arange(3), asked)  # fmt: skip
     board.write_batches()
     reader.count()
     board.add("env_steps", 123_456)

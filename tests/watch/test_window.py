@@ -29,7 +29,7 @@ def test_a_window_forgets_what_is_older_than_five_seconds() -> None:
         for _ in range(count):
             begin = int(now * 1e9)
             times = (begin - 1000, begin, begin + 100, begin + 100 + forward_ns, begin + 200 + forward_ns, begin + 300 + forward_ns, 10)  # fmt: skip
-            board.log_batch((*times, np.zeros(24), np.arange(2), np.full((2, 16), 10**6)))
+            board.log_batch(*times, 24, np.arange(2), np.full((2, 16), 10**6))
             board.add("env_steps", 24)
         board.write_batches()
         reader.count()
