@@ -24,10 +24,10 @@ VENVS = HERE.parent / "build/peers"
 CONSTRAINTS = HERE.parent / "constraints.txt"
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
 NEEDS = {
-    "sb3": ("-c", str(CONSTRAINTS), "stable-baselines3", "gymnasium"),
-    "torchrl": ("-c", str(CONSTRAINTS), "torchrl", "gymnasium"),
+    "sb3": ("-c", str(CONSTRAINTS), "stable-baselines3", "gymnasium", "minatar"),
+    "torchrl": ("-c", str(CONSTRAINTS), "torchrl", "gymnasium", "minatar"),
     # brings an older Gymnasium and NumPy of its own choice, and imports pkg_resources
-    "sf": ("sample-factory", "torch==2.13.0", "setuptools<81"),
+    "sf": ("sample-factory", "torch==2.13.0", "setuptools<81", "minatar", "pandas<3"),
 }
 # (what it is called, whose interpreter, its arguments)
 PEERS = (

@@ -1,8 +1,8 @@
-"""Training on CartPole beside what a user would pick instead: time and environment steps until the last 100 episodes' mean return is 475.
+"""Training beside what a user would pick instead: time and environment steps until the last 100 episodes' mean return is the goal.
 
-python benchmarks/training.py [--repeats 3]
+python benchmarks/training.py [--task cartpole|minatar] [--repeats 3] [--limit-s 180]
 
-From the start of the command, imports and start-up included, one after the other in the same minutes, one seed a repeat. Each peer is
+CartPole to 475, or MinAtar's Breakout to 10. From the start of the command, imports and start-up included, one after the other in the same minutes, one seed a repeat. Each peer is
 installed as in `peers.py` and trains as `train_peer.py` says.
 """
 
@@ -18,75 +18,91 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from peers import ENVIRONMENT, interpreter
 
 HERE = Path(__file__).parent
-CONFIG = HERE.parent / "configs/cartpole.yaml"
-LIMIT_S = 180.0
-Result = tuple[float, int]  # seconds, environment steps
+CONFIGS = {"cartpole": ("cartpole.yaml", 475.0), "minatar": ("minatar_breakout.yaml", 10.0)}
 
 
-def first_line(command: list[str], holds: str) -> tuple[float, str] | None:
-    """When a command prints a line that holds this, and the line; it is left to end by itself. None when it does not."""
-    begin, found = time.monotonic(), None
+class Result(NamedTuple):
+    seconds: float
+    env_steps: int
+    reached: bool
+
+
+def first_line(command: list[str], goal: str, progress: str, limit_s: float) -> tuple[float, str, bool]:  # fmt: skip
+    """When a command prints a line that holds the goal, and the line; else the last one that holds `progress`. It is left to end by itself."""
+    begin, last, reached = time.monotonic(), (0.0, ""), False
     with subprocess.Popen(
-        ["timeout", "--signal=INT", "--kill-after=10", str(LIMIT_S), *command],
+        ["timeout", "--signal=INT", "--kill-after=10", str(limit_s), *command],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
-            if found is None and holds in line:
-                found = time.monotonic() - begin, line
-    return found
+            if not reached and (goal in line or progress in line):
+                last, reached = (time.monotonic() - begin, line), goal in line
+    return *last, reached
 
 
-def seedrl(seed: int) -> Result | None:
-    with tempfile.TemporaryDirectory() as name:
-        run_dir = Path(name) / "run"
-        command = [sys.executable, "-u", "-m", "seedrl", "train", str(CONFIG), "--run-dir", str(run_dir), f"run.seed={seed}"]  # fmt: skip
-        found = first_line(
-            [*command, f"run.max_seconds={LIMIT_S:.0f}"], " reached 475.0; evaluating"
-        )
-        if found is None:
-            return None
-        last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-        return found[0], last["env_steps"]
+def seedrl(task: str, limit_s: float, seed: int) -> Result | None:
+    name, goal = CONFIGS[task]
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        command = [
+            sys.executable, "-u", "-m", "seedrl", "train", str(HERE.parent / "configs" / name), "--run-dir", str(run_dir),
+            f"run.seed={seed}", f"run.stop_at_return={goal}", f"run.max_seconds={limit_s:.0f}",
+        ]  # fmt: skip
+        seconds, _, reached = first_line(command, f" reached {goal}; evaluating", "", limit_s + 60)
+        records = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return Result(seconds if reached else limit_s, json.loads(records[-1])["env_steps"], reached)  # fmt: skip
 
 
-def peer(python: Path, name: str, seed: int) -> Result | None:
-    command = [str(python), "-u", str(HERE / "train_peer.py"), name, "--seed", str(seed)]
-    found = first_line(command, '{"env_steps"')
-    return None if found is None else (found[0], json.loads(found[1])["env_steps"])
+def peer(python: Path, name: str, task: str, limit_s: float, seed: int) -> Result | None:
+    command = [str(python), "-u", str(HERE / "train_peer.py"), name, "--task", task, "--seed", str(seed)]  # fmt: skip
+    seconds, line, reached = first_line(command, '{"env_steps"', '{"so_far"', limit_s)
+    if not line:
+        return None  # it failed
+    return Result(seconds, json.loads(line)["env_steps" if reached else "so_far"], reached)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--task", choices=sorted(CONFIGS), default="cartpole")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=180.0)
     given = parser.parse_args()
-    sides: dict[str, Callable[[int], Result | None]] = {"seedrl (V-trace)": seedrl}
+    task, limit_s = given.task, given.limit_s
+    sides: dict[str, Callable[[int], Result | None]] = {
+        "seedrl (V-trace)": partial(seedrl, task, limit_s)
+    }
     for title, where, name in (
         ("stable-baselines3 PPO", "sb3", "sb3"),
         ("Sample Factory APPO", "sf", "sample-factory"),
+        ("TorchRL PPO", "torchrl", "torchrl"),
     ):
         python = interpreter(where)
         if python is not None:
-            sides[title] = partial(peer, python, name)
+            sides[title] = partial(peer, python, name, task, limit_s)
     found: dict[str, list[Result | None]] = {title: [] for title in sides}
     for seed in range(given.repeats):
         for title, run in sides.items():
             found[title].append(run(seed))
             print(f"seed {seed}: {title}: {found[title][-1]}", file=sys.stderr, flush=True)
-    print("| CartPole to 475 | s, median (each) | environment steps | steps/s, start-up included |\n|---|---|---|---|")  # fmt: skip
+    print(f"| {task} to {CONFIGS[task][1]:.0f} | s, median (each) | environment steps | steps/s, start-up included |\n|---|---|---|---|")  # fmt: skip
     for title, results in found.items():
-        reached = sorted(result for result in results if result is not None)
-        if len(reached) < len(results):
-            print(f"| {title} | {len(results) - len(reached)} of {len(results)} not within {LIMIT_S:.0f} s | - | - |")  # fmt: skip
+        ran = [result for result in results if result is not None]
+        if not ran:
+            print(f"| {title} | failed | - | - |")
             continue
-        each = ", ".join(f"{seconds:.1f}" for seconds, _ in reached)
-        steps = statistics.median(steps for _, steps in reached)
-        rate = statistics.median(steps / seconds for seconds, steps in reached)
-        print(f"| {title} | {statistics.median(s for s, _ in reached):.1f} ({each}) | {steps:,.0f} | {rate:,.0f} |")  # fmt: skip
+        took = sorted(result.seconds if result.reached else float("inf") for result in ran)
+        each = ", ".join(f"over {limit_s:.0f}" if s == float("inf") else f"{s:.1f}" for s in took)
+        middle = statistics.median_low(took)
+        median = "not reached" if middle == float("inf") else f"{middle:.1f}"
+        steps = statistics.median(result.env_steps for result in ran)
+        rate = statistics.median(result.env_steps / result.seconds for result in ran)
+        print(f"| {title} | {median} ({each}) | {steps:,.0f} | {rate:,.0f} |")
 
 
 if __name__ == "__main__":

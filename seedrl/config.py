@@ -176,20 +176,49 @@ class Replay(Section):
 class Algorithm(Section):
     """The loss."""
 
-    name: Literal["vtrace"] = Field("vtrace", description=
-        "V-trace actor-critic (IMPALA), which bears some lag; the only one built yet.")
+    name: Literal["vtrace", "ppo"] = Field("vtrace", description=
+        "vtrace: the actor-critic of IMPALA, which bears lag and learns from each step once; the fastest where steps cost little. ppo: "
+        "several passes over each step, for where they cost much.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount of each step. 0.99 looks some 100 steps ahead.")
     rho_bar: float = Field(1.0, gt=0, description=
         "Bound of the ratio in the value target. 1 aims at the value of the policy itself.")
     c_bar: float = Field(1.0, gt=0, description="Bound of the ratio by which later errors count. 1 keeps variance low.")
     rho_pg_bar: float = Field(1.0, gt=0, description="Bound of the ratio in the policy's gradient. 1 as in the paper.")
-    lambda_: float = Field(1.0, ge=0, le=1, validation_alias="lambda", serialization_alias="lambda", description=
-        "Weight of longer returns; less than 1 trades variance for bias. 1 as in the paper.")
+    lambda_: float | None = Field(None, ge=0, le=1, validation_alias="lambda", serialization_alias="lambda", description=
+        "Weight of longer returns; less than 1 trades variance for bias. null: 1 for vtrace, 0.95 for ppo, as in their papers.")
     entropy_cost: float = Field(0.01, ge=0, description=
         "Weight of the entropy bonus. 0.01 keeps a small task exploring.")
     value_cost: float = Field(0.5, ge=0, description="Weight of the value loss. 0.5 as in the paper.")
-    normalise_advantages: bool = Field(False, description=
-        "Advantages of a batch to mean 0 and deviation 1. false, as V-trace's are scaled by its rewards.")
+    normalise_advantages: bool | None = Field(None, description=
+        "Advantages of a batch (ppo: a minibatch) to mean 0 and deviation 1. null: true for ppo, false for vtrace, as is usual.")
+    synchronous: bool = Field(True, description=
+        "ppo: each iteration is one unroll of every slot, by one version; actors wait while it is learnt from. false: they go on, "
+        "and V-trace corrects the advantages (APPO), which pays where a simulator is slow. true needs the fewest steps.")
+    epochs: int = Field(4, ge=1, le=1000, description=
+        "ppo: passes over a batch. 4 is safe; 10 to 20 get more out of few steps where the task is easy.")
+    minibatches: int = Field(4, ge=1, le=65_536, description=
+        "ppo: parts of a batch, a step of the optimiser each; whole unrolls with a recurrent policy. 4 as is usual.")
+    clip_range: float = Field(0.2, gt=0, le=10, description=
+        "ppo: how far from 1 a ratio is worth going. 0.2 as in the paper.")
+    value_clip_range: float | None = Field(None, gt=0, description=
+        "ppo: how far a value is moved in an iteration. null: freely, as clipping depends on the scale of rewards.")
+    target_kl: float | None = Field(None, gt=0, description=
+        "ppo: an iteration ends once the policy's divergence from the one that acted is 1.5 times this. null: it goes through.")
+
+    @property
+    def iterates(self) -> bool:
+        """Whether actors fill one unroll each, then wait for the next version."""
+        return self.name == "ppo" and self.synchronous
+
+    @property
+    def lambda_or_default(self) -> float:
+        if self.lambda_ is not None:
+            return self.lambda_
+        return 0.95 if self.name == "ppo" else 1.0
+
+    @property
+    def normalises_advantages(self) -> bool:
+        return self.name == "ppo" if self.normalise_advantages is None else self.normalise_advantages
 
 
 class Learner(Section):
@@ -304,6 +333,8 @@ class Config(Section):
 
 # ------------------------------------------------------------------------------------------------------ cross checks
 
+_PPO_ONLY = ("synchronous", "epochs", "minibatches", "clip_range", "value_clip_range", "target_kl")
+
 
 def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """What cannot be, field against field: (keys concerned, what is wrong, what to do)."""
@@ -344,6 +375,18 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
             what,
             f"set more than {unroll_rows} rows, or leave it out",
         )
+    algorithm, slots = config.algorithm, workers.num * workers.envs_per_worker
+    if algorithm.iterates and learner.batch_size != slots:
+        what = f"a synchronous iteration is one unroll of each of the {slots} environments, not {learner.batch_size} unrolls"
+        do = f"set learner.batch_size to {slots}, or algorithm.synchronous to false"
+        yield ("learner.batch_size", "algorithm.synchronous"), what, do
+    for name in _PPO_ONLY if algorithm.name != "ppo" else ():
+        if getattr(algorithm, name) != Algorithm.model_fields[name].default:
+            what = f"{name} belongs to ppo, not to {algorithm.name}"
+            yield (f"algorithm.{name}", "algorithm.name"), what, "set algorithm.name to ppo, or leave it out"  # fmt: skip
+    if algorithm.iterates and (algorithm.rho_bar, algorithm.c_bar) != (1, 1):
+        what = "rho_bar and c_bar correct for lag, which a synchronous iteration has none of"
+        yield ("algorithm.synchronous",), what, "leave them out, or set algorithm.synchronous to false"  # fmt: skip
     if config.run.deterministic and workers.num != 1:
         what = f"a deterministic run has one worker, not {workers.num}: the order in which several come in is chance"
         yield (

@@ -115,7 +115,7 @@ class Engine:
 
     def __init__(
         self, slab: Slab, bell: int, doors: list[int], board: Board, policy_step: PolicyStep, rule: Rule,
-        writer: ReplayWriter | None, subscriber: Subscriber | None, admission: tuple[int, int] | None,
+        writer: ReplayWriter | None, subscriber: Subscriber | None, admission: tuple[int, int] | None, iterations: bool = False,
     ) -> None:  # fmt: skip
         self.slab, self.bell, self.doors, self.board = slab, bell, doors, board
         self.policy_step, self.rule, self.writer, self.subscriber = (
@@ -127,6 +127,9 @@ class Engine:
         self.seating = Seating(slab)
         self.version = 0
         self._admission = admission  # (max_lag, batch_size), or None
+        # with iterations, a group whose unroll is full waits for a newer version than it was acted by
+        self._iterations = iterations
+        self._acted_by = np.zeros(slab.layout.num_groups, np.int64)
         self._first_version: int | None = None
         self._in_episode = np.zeros(slab.layout.num_slots, bool)
         self._asked = slab.asked[:, SEQUENCE]
@@ -220,6 +223,8 @@ class Engine:
     def _eligible(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
         """The ready groups that may be answered in this phase, and the live rows that they are weighed against."""
         if self._phase == Phase.ACT and not self._held_back():
+            if self._iterations:
+                return self._of_this_iteration(groups)
             return groups, self.seating.live
         if self._phase in (Phase.WAIT, Phase.PAUSED):
             return groups[:0], 0
@@ -227,9 +232,29 @@ class Engine:
             left = self._unfinished()
             if self._held_back():
                 left = left[:0]
+            if self._iterations:
+                left = left[~self._awaits_weights(left)]
             return groups[np.isin(groups, left)], int(self.seating.size[left].sum())
         evaluation = self.seating.evaluation
         return groups[evaluation[groups]], int(self.seating.size[evaluation].sum())
+
+    def _of_this_iteration(self, groups: np.ndarray) -> tuple[np.ndarray, int]:
+        """The ready groups that need no newer version first, and the live rows of all such groups."""
+        sizes = self.seating.size
+        waiting = np.flatnonzero(sizes)
+        waiting = waiting[self._awaits_weights(waiting)]
+        eligible = groups[~np.isin(groups, waiting)]
+        if eligible.size < groups.size or self._blocked_since:
+            self._blocked("blocked_lag_ns", not eligible.size)
+        return eligible, self.seating.live - int(sizes[waiting].sum())
+
+    def _awaits_weights(self, groups: np.ndarray) -> np.ndarray:
+        """Which of `groups` have a full unroll, acted by the newest version: bool [G]."""
+        if self.writer is None:
+            return np.zeros(groups.size, bool)
+        full = self.writer.full(self.slab.lease[groups, START])
+        full &= ~self.seating.evaluation[groups]
+        return full & (self._acted_by[groups] >= self.writer.version)
 
     def _unfinished(self) -> np.ndarray:
         """Groups that must go on until every unroll is full: what a pause waits for."""
@@ -369,6 +394,8 @@ class Engine:
         self.policy_step.answer(ready.rows)
         asked = ready.lines[:, SEQUENCE]
         self.seating.answered[ready.groups] = asked
+        if self._iterations:
+            self._acted_by[ready.groups] = self.version
         self._answered[ready.groups] = asked
         for group in ready.groups.tolist():
             os.eventfd_write(self.doors[group], 1)
@@ -425,6 +452,7 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
         config.run.deterministic,
     )
     writer = subscriber = admission = None
+    iterations = False
     shared: list[int] = []
     handle = None
     sizes: dict[str, Any] = {"slab": layout.nbytes, "state": step.states.nbytes}
@@ -449,13 +477,14 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
         subscriber = Subscriber(host.map_shared(buffers, weights.nbytes), weights)
         max_lag = plan.max_lag
         admission = None if max_lag is None else (max_lag, config.learner.batch_size)
+        iterations = plan.iterations
         sizes["replay"] = plan.blocks.bytes_by_leaf()
         sizes["weights"] = weights.nbytes
         sizes["capacity_rows"] = plan.blocks.num_rows
     else:
         checkpoint = load_checkpoint(Path(start["checkpoint"]))
         checkpoint.load_into(policy, spec)
-    engine = Engine(slab, bell, doors, board, step, rule, writer, subscriber, admission)
+    engine = Engine(slab, bell, doors, board, step, rule, writer, subscriber, admission, iterations)
     if not start["learner"]:
         engine.version = checkpoint.updates
     return (

@@ -1,9 +1,9 @@
-"""The V-trace actor-critic loss (Espeholt et al. 2018, arXiv 1802.01561), learning rates and optimisers."""
+"""The V-trace actor-critic (Espeholt et al. 2018, arXiv 1802.01561), learning rates and optimisers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,13 +11,46 @@ from torch import Tensor, nn
 
 from csrc_free_kernels.returns import vtrace_rows
 from csrc_free_kernels.shapes import check_shapes
+from seedrl.learn.algorithm import Loss, Network
 from seedrl.policy.base import Heads
+from seedrl.store.replay import Batch
 
 if TYPE_CHECKING:
-    from seedrl.config import Algorithm
+    from seedrl.config import Algorithm, Config
     from seedrl.config import Learner as LearnerSection
 
 _ADVANTAGE_EPS = 1e-8
+
+
+class VTrace:
+    """One step of the optimiser for each batch of unrolls, each unroll learnt from once."""
+
+    def __init__(self, network: Network, config: Config) -> None:
+        self.network, self.section, self.reward_clip = (
+            network,
+            config.algorithm,
+            config.env.reward_clip,
+        )
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        rows = slice(self.network.burn_in, None)
+        inputs, values = self.network.over_unrolls(batch)
+        losses = actor_critic_loss(
+            heads=self.network.heads,
+            inputs=inputs,
+            values=values,
+            actions={name: action[rows] for name, action in batch.actions.items()},
+            masks=None if batch.mask is None else batch.mask[rows],
+            behaviour_log_probs=batch.log_prob[rows],
+            rewards=batch.reward[rows],
+            terminated=batch.terminated[rows],
+            truncated=batch.truncated[rows],
+            first=batch.first[rows],
+            algorithm=self.section,
+            reward_clip=self.reward_clip,
+        )
+        metrics = {name: value.detach() for name, value in losses._asdict().items()}
+        yield Loss(losses.total, metrics)
 
 
 class Losses(NamedTuple):
@@ -106,10 +139,10 @@ def actor_critic_loss(
             rho_bar=algorithm.rho_bar,
             c_bar=algorithm.c_bar,
             rho_pg_bar=algorithm.rho_pg_bar,
-            lambda_=algorithm.lambda_,
+            lambda_=algorithm.lambda_or_default,
         )
         count = mask.sum().clamp_min(1.0)
-        if algorithm.normalise_advantages:
+        if algorithm.normalises_advantages:
             mean = advantages.sum() / count
             deviation = (((advantages - mean) * mask).square().sum() / count).sqrt()
             advantages = (advantages - mean) * mask / (deviation + _ADVANTAGE_EPS)

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from seedrl import host
 from seedrl.config import Config
 from seedrl.errors import RunError, SeedrlError
-from seedrl.learn.actor_critic import Losses, actor_critic_loss, learning_rate, make_optimizer
+from seedrl.learn.actor_critic import VTrace, learning_rate, make_optimizer
+from seedrl.learn.algorithm import Algorithm, Loss, Network
+from seedrl.learn.ppo import PPO
 from seedrl.policy.base import Heads, Policy, make_policy
 from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage
@@ -51,6 +52,10 @@ _RATES = (
 _DETERMINISTIC_LOG_UPDATES = 20  # by count, not by the clock, so that two runs write the same lines
 
 
+# by algorithm.name
+ALGORITHMS: dict[str, Callable[[Network, Config], Algorithm]] = {"vtrace": VTrace, "ppo": PPO}
+
+
 class _Stop(Exception):
     """SIGTERM, at a moment when nothing is half done."""
 
@@ -69,7 +74,10 @@ class Learner:
     ) -> None:  # fmt: skip
         self.config, self.spec, self.policy = config, spec, policy.train()
         self.device = require_device(config.learner.device, "learner.device")
-        self.heads = Heads(spec.action, config.policy.action_distribution)
+        heads = Heads(spec.action, config.policy.action_distribution)
+        self.algorithm = ALGORITHMS[config.algorithm.name](
+            Network(policy, heads, config, spec), config
+        )
         self.optimizer = make_optimizer(policy.parameters(), config.learner)
         self.reader, self.publisher, self.board = reader, publisher, board
         self.run_dir, self.channel = run_dir, channel
@@ -80,7 +88,6 @@ class Learner:
         self._episode_reader = EpisodeReader(board)
         self._recent: deque[np.ndarray] = deque(maxlen=_RECENT_EPISODES)
         self._evaluated: deque[np.ndarray] = deque(maxlen=_RECENT_EPISODES)
-        self._dtypes = {leaf.name: getattr(torch, leaf.dtype) for leaf in spec.observation}
         self._critical = self._stop_wanted = False
         reader.wait = self._wait_for_data
         self._window = self._mark()
@@ -105,14 +112,20 @@ class Learner:
         if batch is None:
             return False
         batch = batch.to(self.device)
-        losses = self.loss(batch)
         rate = learning_rate(self.updates, self.config.learner, self.total_updates)
-        self.optimizer.zero_grad(set_to_none=True)
-        losses.total.backward()
+        steps: list[dict[str, float]] = []
+        for losses in self.algorithm.losses(batch):
+            self.optimizer.zero_grad(set_to_none=True)
+            losses.total.backward()
+            self._critical = (
+                True  # from its first step on, an update is brought to an end before a stop
+            )
+            steps.append(self._figures(losses, self.optimise(rate)))
+            if self._stop_wanted:
+                break
         with self._undisturbed():
-            grad_norm = self.optimise(rate)
             self.updates += 1
-            self._note(batch, losses, grad_norm, rate)
+            self._note(batch, steps, rate)
             # before publishing: what a deterministic run counts must not depend on how fast the engine goes on
             self.env_steps = self.base_env_steps + self.board.get("env_steps")
             record = self.record() if self._due() else None
@@ -127,42 +140,6 @@ class Learner:
         if self.config.run.deterministic:
             return self.updates % _DETERMINISTIC_LOG_UPDATES == 0
         return time.monotonic() - self._window["time_s"] >= self.config.run.log_every_s
-
-    def loss(self, batch: Batch) -> Losses:
-        """The loss of a batch: burn-in rows warm the state without gradient, the others are learnt from."""
-        burn_in, learner = self.config.learner.burn_in, self.config.learner
-        state = batch.state
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=learner.precision == "bfloat16"
-        ):
-            if burn_in:
-                with torch.no_grad():
-                    _, _, state = self.policy(
-                        self._obs(batch, slice(0, burn_in)), state, batch.first[:burn_in]
-                    )
-            rows = slice(burn_in, None)
-            inputs, values, _ = self.policy(self._obs(batch, rows), state, batch.first[rows])
-        return actor_critic_loss(
-            heads=self.heads,
-            inputs=inputs.float(),
-            values=values.float(),
-            actions={name: action[rows] for name, action in batch.actions.items()},
-            masks=None if batch.mask is None else batch.mask[rows],
-            behaviour_log_probs=batch.log_prob[rows],
-            rewards=batch.reward[rows],
-            terminated=batch.terminated[rows],
-            truncated=batch.truncated[rows],
-            first=batch.first[rows],
-            algorithm=self.config.algorithm,
-            reward_clip=self.config.env.reward_clip,
-        )
-
-    def _obs(self, batch: Batch, rows: slice) -> dict[str, Tensor] | Tensor:
-        obs = {}
-        for name, leaf in batch.obs.items():
-            wanted = self._dtypes[name]
-            obs[name] = leaf[rows] if leaf.dtype == wanted else leaf[rows].view(wanted)
-        return obs if len(obs) > 1 else next(iter(obs.values()))
 
     def optimise(self, rate: float) -> float:
         """Clips the gradients, applies them; returns their norm before clipping."""
@@ -196,14 +173,19 @@ class Learner:
             "blocked_ns": board.get("blocked_room_ns") + board.get("blocked_lag_ns"),
         }  # fmt: skip
 
-    def _note(self, batch: Batch, losses: Losses, grad_norm: float, rate: float) -> None:
-        lag = (self.updates - 1 - batch.version).float()
-        figures = {name: float(value.detach()) for name, value in losses._asdict().items()}
-        figures |= {
-            "grad_norm": grad_norm,
-            "lag_mean": float(lag.mean()),
-            "lag_max": float(lag.max()),
+    @staticmethod
+    def _figures(losses: Loss, grad_norm: float) -> dict[str, float]:
+        return {name: float(value) for name, value in losses.metrics.items()} | {
+            "grad_norm": grad_norm
         }
+
+    def _note(self, batch: Batch, steps: list[dict[str, float]], rate: float) -> None:
+        """Adds an update's figures to those of the next record: means over its steps."""
+        lag = (self.updates - 1 - batch.version).float()
+        figures = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        figures |= {
+            "optimizer_steps": float(len(steps)), "lag_mean": float(lag.mean()), "lag_max": float(lag.max()),
+        }  # fmt: skip
         for name, value in figures.items():
             if name == "lag_max":
                 self._sums[name] = max(self._sums.get(name, 0.0), value)
@@ -379,7 +361,9 @@ def open_store(
     shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
     memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
     control = host.map_shared(queue_fd, plan.queue.nbytes)
-    storage, max_lag = BlockStorage(plan.blocks, memory), config.replay.max_lag
+    # an iteration's first rows are the bootstrap rows of the one before
+    max_lag = 1 if plan.iterations else config.replay.max_lag
+    storage = BlockStorage(plan.blocks, memory)
     reader = ReplayReader(storage, plan.queue, control, bell, engine_bell, like, max_lag)
     weights = WeightsLayout.of(policy)
     return reader, Publisher(host.map_shared(weights_fd, weights.nbytes), weights)

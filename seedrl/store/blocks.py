@@ -235,6 +235,12 @@ class Appender:
         goal = np.where(furthest > 0, -((1 - furthest) // unroll) * unroll + 1, 0)
         return counts < goal[worker]
 
+    def full(self, slots: np.ndarray) -> np.ndarray:
+        """Which of `slots`, int64 [B], have just filled an unroll, bootstrap row included: bool [B]."""
+        counts, unroll = self._count[slots], self.rule.unroll_length
+        out: np.ndarray = (counts % unroll == 1 % unroll) & (counts > unroll)
+        return out
+
     def append(self, slots: np.ndarray, columns: Columns, states: list[Tensor]) -> Unrolls | None:
         """Appends one row to each slot.
 

@@ -19,11 +19,12 @@ _QUEUED_BATCHES = 2  # by default: one that is learnt from, one that fills; more
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What is allocated: blocks, the queue's control memory; and the bound on lag, if any."""
+    """What is allocated: blocks, the queue's control memory; the bound on lag, if any; and whether all slots fill an unroll, then wait."""
 
     blocks: BlockLayout
     queue: QueueLayout
     max_lag: int | None
+    iterations: bool
 
     @staticmethod
     def of(
@@ -51,4 +52,6 @@ class StorePlan:
         if max_lag is None and config.run.deterministic:
             max_lag = 1
         blocks = BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, length)
-        return StorePlan(blocks, QueueLayout(rule, num_blocks, num_slots), max_lag)
+        return StorePlan(
+            blocks, QueueLayout(rule, num_blocks, num_slots), max_lag, config.algorithm.iterates
+        )

@@ -148,6 +148,10 @@ class ReplayWriter:
         """Which of `slots` must go on until every unroll is full. See `Appender.unfinished`."""
         return self._appender.unfinished(slots, workers)
 
+    def full(self, slots: np.ndarray) -> np.ndarray:
+        """Which of `slots` have just filled an unroll. See `Appender.full`."""
+        return self._appender.full(slots)
+
     def _collect(self) -> None:
         control, size = self._control, self._layout.num_blocks
         head, tail = int(control.free_head[0]), int(control.free_tail[0])

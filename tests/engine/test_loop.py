@@ -234,3 +234,45 @@ def test_answers_are_the_states_whatever_the_order_of_batches() -> None:
         expected[seats] += 1
         bench.slab.flags[seats] = 0
     assert torch.is_grad_enabled()
+
+
+class _Full:
+    """A writer that says which slots have filled their unroll, and the newest version."""
+
+    def __init__(self, slots: int) -> None:
+        self.is_full, self.version = np.zeros(slots, bool), 0
+
+    def full(self, slots: np.ndarray) -> np.ndarray:
+        return self.is_full[slots]
+
+    def room_for(self, slots: np.ndarray) -> bool:
+        return True
+
+    def append(self, slots: np.ndarray, columns: object, states: object) -> int:
+        return 0
+
+
+def test_an_iteration_ends_for_each_group_with_its_unroll_and_goes_on_with_new_weights() -> None:
+    bench = Bench(4, 4, min_batch=4, max_wait_us=0, hard_deadline_us=1e7)
+    bench.engine.writer = writer = _Full(4)  # type: ignore[assignment]
+    bench.engine._iterations = True
+    bench.publish(*range(4))
+    assert bench.step()[0] == [0, 1, 2, 3]
+    writer.is_full[[1, 2]] = True
+    bench.publish(*range(4))
+    seats, took_us = bench.step()  # at once: the two others are all that live
+    assert seats == [0, 3] and took_us < 5e6
+    writer.is_full[:] = True
+    bench.publish(0, 3)
+
+    def publish_weights() -> None:
+        time.sleep(0.05)
+        bench.engine.version = writer.version = 1
+        os.eventfd_write(bench.bell, 1)
+
+    learner = threading.Thread(target=publish_weights)
+    learner.start()
+    seats, took_us = bench.step()
+    learner.join()
+    assert seats == [0, 1, 2, 3] and took_us > 40_000
+    assert bench.board.get("blocked_lag_ns") > 30e6

@@ -1,0 +1,103 @@
+"""What the learner's loop asks of an algorithm, and what it gives it: the network over stored rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from seedrl.config import Config
+from seedrl.policy.base import Heads, Observation, Policy
+from seedrl.spec import EnvSpec
+from seedrl.store.replay import Batch
+from seedrl.store.state import leaves, rebuild
+
+_PER_ROW = (
+    "reward",
+    "terminated",
+    "truncated",
+    "first",
+    "interrupted",
+    "log_prob",
+    "value",
+    "version",
+)
+
+
+class Loss(NamedTuple):
+    """total: the scalar that one step of the optimiser lowers. metrics: scalars without gradient, for the records."""
+
+    total: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Algorithm(Protocol):
+    """One module of `seedrl.learn`, found by `algorithm.name`."""
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        """The losses of a batch: each is asked for once the optimiser's step for the one before is done. At least one."""
+        ...
+
+
+class Network:
+    """The policy that learns, over stored rows.
+
+    Args: policy, heads: those of the run. config: burn-in and precision are the learner's.
+    """
+
+    def __init__(self, policy: Policy, heads: Heads, config: Config, spec: EnvSpec) -> None:
+        self.policy, self.heads, self.burn_in = policy, heads, config.learner.burn_in
+        self.recurrent = bool(leaves(policy.initial_state(1)))
+        self._bfloat16 = config.learner.precision == "bfloat16"
+        self._dtypes = {leaf.name: getattr(torch, leaf.dtype) for leaf in spec.observation}
+
+    def over_unrolls(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(inputs float32 [R, B, P], values float32 [R, B]) of the rows behind the burn-in, which warms the state without gradient."""
+        state, burn_in = batch.state, self.burn_in
+        with torch.autocast(
+            batch.reward.device.type, torch.bfloat16, enabled=self._bfloat16, cache_enabled=True
+        ):
+            if burn_in:
+                warm = {name: leaf[:burn_in] for name, leaf in batch.obs.items()}
+                with torch.no_grad():
+                    _, _, state = self.policy(self._obs(warm), state, batch.first[:burn_in])
+            rows = {name: leaf[burn_in:] for name, leaf in batch.obs.items()}
+            inputs, values, _ = self.policy(self._obs(rows), state, batch.first[burn_in:])
+        return inputs.float(), values.float()
+
+    def over_rows(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(inputs [M, P], values [M]) of rows [M, ...] in any order, of a policy without state."""
+        count = next(iter(obs.values())).shape[0]
+        lead = {name: leaf.unsqueeze(0) for name, leaf in obs.items()}
+        device = next(iter(obs.values())).device
+        first = torch.zeros(1, count, dtype=torch.bool, device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16):
+            inputs, values, _ = self.policy(
+                self._obs(lead), self.policy.initial_state(count), first
+            )
+        return inputs[0].float(), values[0].float()
+
+    def _obs(self, obs: dict[str, Tensor]) -> Observation:
+        typed = {
+            name: leaf if leaf.dtype == self._dtypes[name] else leaf.view(self._dtypes[name])
+            for name, leaf in obs.items()
+        }
+        return typed if len(typed) > 1 else next(iter(typed.values()))
+
+
+def columns(batch: Batch, index: Tensor) -> Batch:
+    """The unrolls `index`, int64 [b], of a batch."""
+
+    def taken(leaf: Tensor) -> Tensor:
+        return leaf.index_select(1, index)
+
+    return batch._replace(
+        obs={name: taken(leaf) for name, leaf in batch.obs.items()},
+        mask=None if batch.mask is None else taken(batch.mask),
+        actions={name: taken(leaf) for name, leaf in batch.actions.items()},
+        state=rebuild(batch.state, [leaf.index_select(0, index) for leaf in leaves(batch.state)]),
+        slots=batch.slots.index_select(0, index),
+        **{name: taken(getattr(batch, name)) for name in _PER_ROW},
+    )
