@@ -23,7 +23,8 @@ from typing import NamedTuple
 from peers import ENVIRONMENT, interpreter
 
 HERE = Path(__file__).parent
-CONFIGS = {"cartpole": ("cartpole.yaml", 475.0), "minatar": ("minatar_breakout.yaml", 10.0)}
+CONFIGS = {"cartpole": "cartpole", "minatar": "minatar_breakout"}
+GOALS = {"cartpole": 475.0, "minatar": 10.0}
 
 
 class Result(NamedTuple):
@@ -46,12 +47,11 @@ def first_line(command: list[str], goal: str, progress: str, limit_s: float) -> 
     return *last, reached
 
 
-def seedrl(task: str, limit_s: float, seed: int) -> Result | None:
-    name, goal = CONFIGS[task]
+def seedrl(name: str, goal: float, limit_s: float, seed: int) -> Result | None:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [
-            sys.executable, "-u", "-m", "seedrl", "train", str(HERE.parent / "configs" / name), "--run-dir", str(run_dir),
+            sys.executable, "-u", "-m", "seedrl", "train", name, "--run-dir", str(run_dir),
             f"run.seed={seed}", f"run.stop_at_return={goal}", f"run.max_seconds={limit_s:.0f}",
         ]  # fmt: skip
         seconds, _, reached = first_line(command, f" reached {goal}; evaluating", "", limit_s + 60)
@@ -75,7 +75,8 @@ def main() -> None:
     given = parser.parse_args()
     task, limit_s = given.task, given.limit_s
     sides: dict[str, Callable[[int], Result | None]] = {
-        "seedrl (V-trace)": partial(seedrl, task, limit_s)
+        "seedrl (V-trace)": partial(seedrl, CONFIGS[task], GOALS[task], limit_s),
+        "seedrl (PPO)": partial(seedrl, f"{CONFIGS[task]}_ppo", GOALS[task], limit_s),
     }
     for title, where, name in (
         ("stable-baselines3 PPO", "sb3", "sb3"),
@@ -90,7 +91,7 @@ def main() -> None:
         for title, run in sides.items():
             found[title].append(run(seed))
             print(f"seed {seed}: {title}: {found[title][-1]}", file=sys.stderr, flush=True)
-    print(f"| {task} to {CONFIGS[task][1]:.0f} | s, median (each) | environment steps | steps/s, start-up included |\n|---|---|---|---|")  # fmt: skip
+    print(f"| {task} to {GOALS[task]:.0f} | s, median (each) | environment steps | steps/s, start-up included |\n|---|---|---|---|")  # fmt: skip
     for title, results in found.items():
         ran = [result for result in results if result is not None]
         if not ran:

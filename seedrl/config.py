@@ -140,6 +140,9 @@ class PolicySection(Section):
     core: Literal["none", "lstm", "gru"] = Field("none", description=
         "Recurrent part, for tasks that need memory. none, as it costs speed.")
     core_size: int = Field(128, ge=1, le=16_384, description="Units of the core. 128 remember short episodes.")
+    separate_value: bool = Field(False, description=
+        "The value has an encoder of its own, and no part in the policy's. false, as one is quicker; true learns from fewer steps where "
+        "returns are large, mostly with ppo.")
     action_distribution: Literal["squashed", "clipped"] = Field("squashed", description=
         "How a Gaussian sample enters a bounded box: tanh, or clipping. squashed, as it is smooth at the bounds.")
     kwargs: Kwargs = Field(default_factory=dict, description="Keywords for a policy of your own. None.")
@@ -375,18 +378,21 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
             what,
             f"set more than {unroll_rows} rows, or leave it out",
         )
+    if config.policy.separate_value and config.policy.core != "none":
+        what = f"separate_value has no part in the {config.policy.core}, without which it would be blind to what was"
+        yield ("policy.separate_value", "policy.core"), what, "set policy.core to none, or separate_value to false"  # fmt: skip
     algorithm, slots = config.algorithm, workers.num * workers.envs_per_worker
     if algorithm.iterates and learner.batch_size != slots:
         what = f"a synchronous iteration is one unroll of each of the {slots} environments, not {learner.batch_size} unrolls"
         do = f"set learner.batch_size to {slots}, or algorithm.synchronous to false"
-        yield ("learner.batch_size", "algorithm.synchronous"), what, do
+        yield ("learner.batch_size", "algorithm.synchronous", "algorithm.name"), what, do
     for name in _PPO_ONLY if algorithm.name != "ppo" else ():
         if getattr(algorithm, name) != Algorithm.model_fields[name].default:
             what = f"{name} belongs to ppo, not to {algorithm.name}"
             yield (f"algorithm.{name}", "algorithm.name"), what, "set algorithm.name to ppo, or leave it out"  # fmt: skip
     if algorithm.iterates and (algorithm.rho_bar, algorithm.c_bar) != (1, 1):
         what = "rho_bar and c_bar correct for lag, which a synchronous iteration has none of"
-        yield ("algorithm.synchronous",), what, "leave them out, or set algorithm.synchronous to false"  # fmt: skip
+        yield ("algorithm.rho_bar", "algorithm.c_bar", "algorithm.synchronous"), what, "leave them out, or set algorithm.synchronous to false"  # fmt: skip
     if config.run.deterministic and workers.num != 1:
         what = f"a deterministic run has one worker, not {workers.num}: the order in which several come in is chance"
         yield (

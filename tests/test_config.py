@@ -158,7 +158,7 @@ def test_a_malformed_argument_is_refused(tmp_path: Path, argument: str) -> None:
         ("policy: {hidden: [64, 0]}", ["policy.hidden[1]", "0", "from 1"]),
         ("batching: {max_batch: 0}", ["0", "or null"]),
         ("replay: {mode: uniform}", ["'uniform'", "queue"]),
-        ("algorithm: {name: ppo}", ["'ppo'", "vtrace"]),
+        ("algorithm: {name: sac}", ["'sac'", "vtrace"]),
         ("algorithm: {lambda: 2}", ["2", "from 0 to 1"]),
         ("workers: 3", ["workers", "section"]),
         ("workers: [3]", ["workers", "section"]),
@@ -206,6 +206,26 @@ def test_an_item_of_a_long_list_is_refused_at_its_own_line(tmp_path: Path) -> No
         ("replay:\n  device: cuda\n", "given.yaml:2 replay.device", ["cuda", "cpu"]),
         ("batching:\n  buckets: [8, 16]\n", "given.yaml:2 batching.buckets", ["not built yet"]),
         ("evaluation:\n  every_s: 5\n", "given.yaml:2 evaluation.every_s", ["evaluation.slots 0"]),
+        (
+            "algorithm:\n  name: ppo\n",
+            "given.yaml:2 algorithm.name",
+            ["batch_size to 32", "not 16"],
+        ),
+        (
+            "algorithm:\n  name: ppo\n  rho_bar: 2\nlearner:\n  batch_size: 32\n",
+            "given.yaml:3 algorithm.rho_bar",
+            ["synchronous"],
+        ),
+        (
+            "algorithm:\n  epochs: 3\n",
+            "given.yaml:2 algorithm.epochs",
+            ["belongs to ppo", "vtrace"],
+        ),
+        (
+            "policy:\n  core: lstm\n  separate_value: true\n",
+            "given.yaml:3 policy.separate_value",
+            ["lstm"],
+        ),
     ],
 )
 def test_a_contradiction_is_refused_at_the_line_that_made_it(

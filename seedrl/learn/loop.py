@@ -78,7 +78,8 @@ class Learner:
         self.algorithm = ALGORITHMS[config.algorithm.name](
             Network(policy, heads, config, spec), config
         )
-        self.optimizer = make_optimizer(policy.parameters(), config.learner)
+        self._parameters = list(policy.parameters())
+        self.optimizer = make_optimizer(self._parameters, config.learner)
         self.reader, self.publisher, self.board = reader, publisher, board
         self.run_dir, self.channel = run_dir, channel
         self.updates = 0
@@ -145,7 +146,7 @@ class Learner:
         """Clips the gradients, applies them; returns their norm before clipping."""
         limit = self.config.learner.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(
-            self.policy.parameters(), limit if limit is not None else float("inf")
+            self._parameters, limit if limit is not None else float("inf")
         )
         norm_value = float(norm)
         if not np.isfinite(norm_value):

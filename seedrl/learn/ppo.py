@@ -8,8 +8,9 @@ advantages corrected by V-trace, whose lambda-weighted error is GAE's where the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,13 +26,26 @@ _EPS = 1e-8
 
 @dataclass
 class Targets:
-    """What an iteration aims at, computed once: float32 [T, B] each; mask is 0 where nothing is learnt."""
+    """What an iteration aims at, computed once: float32 [T, B] each; mask is 0 where nothing is learnt, None where all counts."""
 
     log_probs: Tensor
     values: Tensor
     returns: Tensor
     advantages: Tensor
-    mask: Tensor
+    mask: Tensor | None
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Of what counts."""
+        if self.mask is None:
+            return x.mean()
+        return (x * self.mask).sum() / self.mask.sum().clamp_min(1.0)
+
+    def map(self, over: Callable[[Tensor], Tensor]) -> Targets:
+        mask = None if self.mask is None else over(self.mask)
+        log_probs, values, returns, advantages = map(
+            over, (self.log_probs, self.values, self.returns, self.advantages)
+        )
+        return Targets(log_probs, values, returns, advantages, mask)
 
 
 class PPO:
@@ -82,6 +96,7 @@ class PPO:
     def _of_rows(self, batch: Batch, targets: Targets) -> Iterator[_Minibatch]:
         """Transitions in any order: those that the mask counts."""
         acted = slice(self.network.burn_in, -1)
+        assert targets.mask is not None
         valid = targets.mask.flatten().nonzero().squeeze(-1)
 
         def flat(leaf: Tensor) -> Tensor:
@@ -90,9 +105,10 @@ class PPO:
         obs = {name: flat(leaf[acted]) for name, leaf in batch.obs.items()}
         actions = {name: flat(leaf[acted]) for name, leaf in batch.actions.items()}
         masks = None if batch.mask is None else flat(batch.mask[acted])
-        whole = Targets(*(flat(leaf) for leaf in vars(targets).values()))
+        whole = targets.map(flat)
+        whole.mask = None  # only those are taken
         for index in self._shuffled(valid):
-            part = Targets(*(leaf.index_select(0, index) for leaf in vars(whole).values()))
+            part = whole.map(partial(torch.index_select, dim=0, index=index))
             inputs, values = self.network.over_rows({name: leaf.index_select(0, index) for name, leaf in obs.items()})  # fmt: skip
             chosen = {name: leaf.index_select(0, index) for name, leaf in actions.items()}
             legal = None if masks is None else masks.index_select(0, index)
@@ -101,9 +117,9 @@ class PPO:
     def _of_unrolls(self, batch: Batch, targets: Targets) -> Iterator[_Minibatch]:
         """Whole unrolls, from their stored states."""
         acted = slice(self.network.burn_in, -1)
-        everything = torch.arange(targets.mask.shape[1], device=targets.mask.device)
+        everything = torch.arange(targets.values.shape[1], device=targets.values.device)
         for index in self._shuffled(everything):
-            part = Targets(*(leaf.index_select(1, index) for leaf in vars(targets).values()))
+            part = targets.map(partial(torch.index_select, dim=1, index=index))
             some = columns(batch, index)
             inputs, values = self.network.over_unrolls(some)
             actions = {name: leaf[acted] for name, leaf in some.actions.items()}
@@ -133,31 +149,26 @@ def ppo_loss(
     Args: log_probs, entropies, values: float32 [...], the network's now, with gradient; `targets` of the same shape.
     Returns: the losses, and the estimate E[(r - 1) - log r] of the KL divergence, without gradient.
     """
-    mask = targets.mask
-    count = mask.sum().clamp_min(1.0)
-    advantages = targets.advantages
+    mean, advantages = targets.mean, targets.advantages
     if section.normalises_advantages:
-        mean = (advantages * mask).sum() / count
-        variance = ((advantages - mean) * mask).square().sum() / (count - 1).clamp_min(1.0)
-        advantages = (advantages - mean) / (variance.sqrt() + _EPS)
-    log_ratios = (log_probs - targets.log_probs) * mask
+        centred = advantages - mean(advantages)
+        advantages = centred / (mean(centred.square()).sqrt() + _EPS)
+    log_ratios = log_probs - targets.log_probs
     ratios = log_ratios.exp()
     near = ratios.clamp(1 - section.clip_range, 1 + section.clip_range)
-    gain = torch.minimum(ratios * advantages, near * advantages)
-    policy_loss = -(gain * mask).sum() / count
+    policy_loss = -mean(torch.minimum(ratios * advantages, near * advantages))
     errors = (values - targets.returns).square()
     if section.value_clip_range is not None:
         moved = (values - targets.values).clamp(-section.value_clip_range, section.value_clip_range)
         errors = torch.maximum(errors, (targets.values + moved - targets.returns).square())
-    value_loss = 0.5 * (errors * mask).sum() / count
-    entropy = (entropies * mask).sum() / count
+    value_loss, entropy = 0.5 * mean(errors), mean(entropies)
     total = policy_loss + section.value_cost * value_loss - section.entropy_cost * entropy
     with torch.no_grad():
-        kl = ((ratios - 1 - log_ratios) * mask).sum() / count
+        kl = mean(ratios - 1 - log_ratios)
         outside = (ratios - 1).abs() > section.clip_range
         metrics = {
             "total": total.detach(), "policy_loss": policy_loss.detach(), "value_loss": value_loss.detach(), "entropy": entropy.detach(),
-            "clipped_ratio_fraction": (outside * mask).sum() / count, "kl": kl,
+            "clipped_ratio_fraction": mean(outside.to(ratios.dtype)), "kl": kl,
         }  # fmt: skip
     return Loss(total, metrics), kl
 
@@ -165,10 +176,8 @@ def ppo_loss(
 @torch.no_grad()
 def explained_variance(targets: Targets) -> Tensor:
     """1 - Var(returns - values) / Var(returns), over the transitions that the mask counts."""
-    count = targets.mask.sum().clamp_min(1.0)
 
     def variance(x: Tensor) -> Tensor:
-        mean = (x * targets.mask).sum() / count
-        return ((x - mean).square() * targets.mask).sum() / count
+        return targets.mean((x - targets.mean(x)).square())
 
     return 1 - variance(targets.advantages) / variance(targets.returns).clamp_min(_EPS)

@@ -323,7 +323,7 @@ class Recurrent(nn.Module):
 
 
 class Default(Policy):
-    """Encoder, core, and two linear layers on top: the distribution's inputs and the value."""
+    """Encoder, core, and two linear layers on top: the distribution's inputs and the value, which may have an encoder of its own."""
 
     def __init__(self, spec: EnvSpec, num_inputs: int, config: PolicySection) -> None:
         super().__init__()
@@ -333,9 +333,16 @@ class Default(Policy):
             None if config.core == "none" else Recurrent(config.core, features, config.core_size)
         )
         width = features if self.core is None else config.core_size
-        self.heads = _orthogonal(nn.Linear(width, num_inputs + 1), 1.0)  # the value is the last
+        self.value_encoder: nn.Module | None = None
+        if config.separate_value:
+            self.value_encoder = make_encoder(spec, config)
+            self.value = _orthogonal(nn.Linear(features, 1), 1.0)
+        shared = self.value_encoder is None
+        self.heads = _orthogonal(
+            nn.Linear(width, num_inputs + shared), 1.0
+        )  # a shared value is the last
         with torch.no_grad():
-            self.heads.weight[:-1] *= 0.01  # nearly uniform at first
+            self.heads.weight[:num_inputs] *= 0.01  # nearly uniform at first
 
     def initial_state(self, batch: int) -> State:
         return () if self.core is None else self.core.initial_state(batch)
@@ -353,6 +360,8 @@ class Default(Policy):
             x, state = self.core(x.view(rows, columns, -1), state, first)
             x = x.flatten(0, 1)
         out = functional.linear(x, self.heads.weight, self.heads.bias).view(rows, columns, -1)
+        if self.value_encoder is not None:
+            return out, self.value(self.value_encoder(flat)).view(rows, columns), state
         return out[..., :-1], out[..., -1], state
 
 

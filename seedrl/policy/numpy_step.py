@@ -51,7 +51,7 @@ class NumpyMLP:
     @staticmethod
     def of(policy: nn.Module, max_rows: int) -> NumpyMLP | None:
         """None where the policy, which lies on the CPU, is another than these."""
-        if type(policy) is not Default or policy.core is not None:
+        if type(policy) is not Default or policy.core is not None or policy.value_encoder is not None:  # fmt: skip
             return None
         encoder = policy.encoder
         if type(encoder) is not Encoder:

@@ -119,7 +119,7 @@ def _naive_loss(
     advantages = [targets["advantages"][i] for i in counted]
     if section.normalises_advantages:
         mean = sum(advantages) / len(advantages)
-        deviation = math.sqrt(sum((a - mean) ** 2 for a in advantages) / (len(advantages) - 1))
+        deviation = math.sqrt(sum((a - mean) ** 2 for a in advantages) / len(advantages))
         advantages = [(a - mean) / (deviation + 1e-8) for a in advantages]
     policy = value = entropy = outside = kl = 0.0
     for i, advantage in zip(counted, advantages, strict=True):
