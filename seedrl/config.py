@@ -43,7 +43,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _algorithm_name(name: str) -> str:
+    if name not in ALGORITHMS and ":" not in name:
+        raise ValueError(f"there is no algorithm '{name}'; known: {', '.join(ALGORITHMS)}; your own is module:callable")  # fmt: skip
+    return name
+
+
 Kwargs = Annotated[dict[str, Any], AfterValidator(_plain)]
+ALGORITHMS = ("vtrace", "ppo")
+AlgorithmName = Annotated[str, AfterValidator(_algorithm_name)]
 Units = Annotated[int, Field(ge=1, le=65_536)]
 
 
@@ -179,9 +187,10 @@ class Replay(Section):
 class Algorithm(Section):
     """The loss."""
 
-    name: Literal["vtrace", "ppo"] = Field("vtrace", description=
+    name: AlgorithmName = Field("vtrace", description=
         "vtrace: the actor-critic of IMPALA, which bears lag and learns from each step once; the fastest where steps cost little. ppo: "
-        "several passes over each step, for where they cost much.")
+        "several passes over each step, for where they cost much. Or `module:callable` of your own.")
+    kwargs: Kwargs = Field(default_factory=dict, description="Keywords for an algorithm of your own. None.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount of each step. 0.99 looks some 100 steps ahead.")
     rho_bar: float = Field(1.0, gt=0, description=
         "Bound of the ratio in the value target. 1 aims at the value of the policy itself.")
@@ -390,6 +399,9 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
         if getattr(algorithm, name) != Algorithm.model_fields[name].default:
             what = f"{name} belongs to ppo, not to {algorithm.name}"
             yield (f"algorithm.{name}", "algorithm.name"), what, "set algorithm.name to ppo, or leave it out"  # fmt: skip
+    if algorithm.kwargs and algorithm.name in ALGORITHMS:
+        what = f"{algorithm.name} has fields, no keywords"
+        yield ("algorithm.kwargs",), what, "set the fields, or name an algorithm of your own"
     if algorithm.iterates and (algorithm.rho_bar, algorithm.c_bar) != (1, 1):
         what = "rho_bar and c_bar correct for lag, which a synchronous iteration has none of"
         yield ("algorithm.rho_bar", "algorithm.c_bar", "algorithm.synchronous"), what, "leave them out, or set algorithm.synchronous to false"  # fmt: skip

@@ -58,6 +58,12 @@ def fit(
     """
     _check_devices(config)
     final_envs = min(config.evaluation.envs_per_worker, config.evaluation.episodes)
+    if config.algorithm.iterates and not workers:
+        raise ConfigError(
+            what="synchronous ppo needs the same environments in every iteration, and those that attach come and go",
+            where=config.where("algorithm.name"),
+            do="set algorithm.synchronous=false, or train with workers of the run's own (seedrl train)",
+        )
     num_slots = _num_slots(config, final_envs, workers)
     spec = probe(config)
     folder = RunDir.create(run_dir, dump_yaml(config), name=name, resume=resume)

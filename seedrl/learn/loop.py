@@ -23,11 +23,11 @@ import torch
 
 from seedrl import host
 from seedrl.config import Config
-from seedrl.errors import RunError, SeedrlError
+from seedrl.errors import ConfigError, RunError, SeedrlError
 from seedrl.learn.actor_critic import VTrace, learning_rate, make_optimizer
 from seedrl.learn.algorithm import Algorithm, Loss, Network
 from seedrl.learn.ppo import PPO
-from seedrl.policy.base import Heads, Policy, make_policy
+from seedrl.policy.base import Heads, Policy, imported, make_policy
 from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board, EpisodeReader
@@ -52,8 +52,22 @@ _RATES = (
 _DETERMINISTIC_LOG_UPDATES = 20  # by count, not by the clock, so that two runs write the same lines
 
 
-# by algorithm.name
-ALGORITHMS: dict[str, Callable[[Network, Config], Algorithm]] = {"vtrace": VTrace, "ppo": PPO}
+def make_algorithm(network: Network, config: Config) -> Algorithm:
+    """The algorithm that the configuration names. Raises: ConfigError when there is none, or it has no `losses`."""
+    shipped: dict[str, Callable[[Network, Config], Algorithm]] = {"vtrace": VTrace, "ppo": PPO}
+    name = config.algorithm.name
+    if name in shipped:
+        return shipped[name](network, config)
+    module, _, attribute = name.rpartition(":")
+    where = f"algorithm.name {name}"
+    own = imported(module, attribute, where, "(network, config) -> algorithm")
+    algorithm = own(network, config)
+    if not callable(getattr(algorithm, "losses", None)):
+        raise ConfigError(
+            what=f"it gives a {type(algorithm).__name__}, which has no method losses", where=where,
+            do="see docs/write-an-algorithm.md",
+        )  # fmt: skip
+    return algorithm  # type: ignore[no-any-return]
 
 
 class _Stop(Exception):
@@ -75,9 +89,7 @@ class Learner:
         self.config, self.spec, self.policy = config, spec, policy.train()
         self.device = require_device(config.learner.device, "learner.device")
         heads = Heads(spec.action, config.policy.action_distribution)
-        self.algorithm = ALGORITHMS[config.algorithm.name](
-            Network(policy, heads, config, spec), config
-        )
+        self.algorithm = make_algorithm(Network(policy, heads, config, spec), config)
         self._parameters = list(policy.parameters())
         self.optimizer = make_optimizer(self._parameters, config.learner)
         self.reader, self.publisher, self.board = reader, publisher, board
@@ -124,6 +136,8 @@ class Learner:
             steps.append(self._figures(losses, self.optimise(rate)))
             if self._stop_wanted:
                 break
+        if not steps:
+            raise RunError(what=f"{self.config.algorithm.name} gave no loss for a batch", where="algorithm.name", do="yield one at least")  # fmt: skip
         with self._undisturbed():
             self.updates += 1
             self._note(batch, steps, rate)

@@ -22,7 +22,16 @@ from seedrl.spec import EnvSpec
 if TYPE_CHECKING:
     from seedrl.config import PolicySection
 
-__all__ = ["Factory", "Heads", "Observation", "Policy", "State", "make_policy", "register_policy"]
+__all__ = [
+    "Factory",
+    "Heads",
+    "Observation",
+    "Policy",
+    "State",
+    "imported",
+    "make_policy",
+    "register_policy",
+]
 
 State = Any  # a tensor, or a tuple, list or dict of states; each tensor [B, ...]
 Observation = Tensor | dict[str, Tensor]
@@ -81,7 +90,7 @@ def _find(name: str) -> Factory:
         return _FACTORIES[name]
     module_name, separator, attribute = name.rpartition(":")
     if separator:
-        return _imported(module_name, attribute, name)
+        return imported(module_name, attribute, f"policy.name {name}", "(spec, num_inputs, config) -> policy")  # fmt: skip
     importlib.import_module("seedrl.policy.nets")  # registers those that come with seedrl
     if name in _FACTORIES:
         return _FACTORIES[name]
@@ -94,7 +103,8 @@ def _find(name: str) -> Factory:
     )
 
 
-def _imported(module_name: str, attribute: str, name: str) -> Factory:
+def imported(module_name: str, attribute: str, where: str, signature: str) -> Callable[..., Any]:
+    """The callable of the user's own module. Raises: ConfigError, at `where`, when there is none."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -102,7 +112,7 @@ def _imported(module_name: str, attribute: str, name: str) -> Factory:
     except ModuleNotFoundError as error:
         raise ConfigError(
             what=f"there is no module '{error.name}'",
-            where=f"policy.name {name}",
+            where=where,
             do="install it, or put its folder on PYTHONPATH; the working folder is on it already",
         ) from None
     factory = getattr(module, attribute, None)
@@ -110,10 +120,8 @@ def _imported(module_name: str, attribute: str, name: str) -> Factory:
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         raise ConfigError(
             what=f"module '{module_name}' has no callable '{attribute}'",
-            where=f"policy.name {name}",
-            do=f"did you mean {near[0]}?"
-            if near
-            else "name a function (spec, num_inputs, config) -> policy",
+            where=where,
+            do=f"did you mean {near[0]}?" if near else f"name a function {signature}",
         )
     return factory  # type: ignore[no-any-return]
 

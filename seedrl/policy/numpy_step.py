@@ -35,23 +35,42 @@ def _view(parameter: Tensor) -> np.ndarray:
     return view
 
 
+class _Chain:
+    """The layers of an MLP, and a linear one after them."""
+
+    def __init__(self, mlp: MLP, head: Any, max_rows: int) -> None:
+        layers: list[Any] = [*mlp.layers, head]
+        self._layers = [(_view(layer.weight).T, _view(layer.bias)) for layer in layers]
+        self._activate = _ACTIVATIONS[mlp.activation]
+        self._outs = [np.empty((max_rows, bias.size), np.float32) for _, bias in self._layers]
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        count, last = len(x), len(self._layers) - 1
+        for number, (weight, bias) in enumerate(self._layers):
+            x = np.matmul(x, weight, out=self._outs[number][:count])
+            x += bias
+            if number < last:
+                self._activate(x, out=x)
+        return x
+
+
 class NumpyMLP:
     """`Default` of one box leaf, linear layers with tanh or relu, no core. See `of`."""
 
     def __init__(self, policy: Default, flat: Flat, mlp: MLP, max_rows: int) -> None:
-        layers: list[Any] = [*mlp.layers, policy.heads]
-        self._layers = [(_view(layer.weight).T, _view(layer.bias)) for layer in layers]
-        self._activate = _ACTIVATIONS[mlp.activation]
+        self._chain, self._value_chain = _Chain(mlp, policy.heads, max_rows), None
+        if policy.value_encoder is not None:
+            body: Any = policy.value_encoder.body
+            self._value_chain = _Chain(body, policy.value, max_rows)
         self._scale: tuple[np.ndarray, np.ndarray] | None = None
         if flat.centre is not None and flat.spread is not None:
             self._scale = flat.centre.numpy().ravel(), flat.spread.numpy().ravel()
         self._flat = np.empty((max_rows, flat.count), np.float32)
-        self._outs = [np.empty((max_rows, bias.size), np.float32) for _, bias in self._layers]
 
     @staticmethod
     def of(policy: nn.Module, max_rows: int) -> NumpyMLP | None:
         """None where the policy, which lies on the CPU, is another than these."""
-        if type(policy) is not Default or policy.core is not None or policy.value_encoder is not None:  # fmt: skip
+        if type(policy) is not Default or policy.core is not None:
             return None
         encoder = policy.encoder
         if type(encoder) is not Encoder:
@@ -74,13 +93,10 @@ class NumpyMLP:
             if self._scale is not None:
                 x -= self._scale[0]
                 x /= self._scale[1]
-        last = len(self._layers) - 1
-        for number, (weight, bias) in enumerate(self._layers):
-            x = np.matmul(x, weight, out=self._outs[number][:count])
-            x += bias
-            if number < last:
-                self._activate(x, out=x)
-        return x[:, :-1], x[:, -1]
+        out = self._chain(x)
+        if self._value_chain is not None:
+            return out, self._value_chain(x)[:, 0]
+        return out[:, :-1], out[:, -1]
 
 
 class NumpyChoice:

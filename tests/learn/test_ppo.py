@@ -12,54 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from seedrl.config import Algorithm, Config
-from seedrl.learn.algorithm import Network, columns
+from batches import a_batch, a_ppo
+from seedrl.config import Algorithm
+from seedrl.learn.algorithm import columns
 from seedrl.learn.ppo import PPO, Targets, ppo_loss
-from seedrl.policy.base import Heads, make_policy
-from seedrl.spec import EnvSpec, Leaf
 from seedrl.store.replay import Batch
 
 CASES = json.loads((Path(__file__).parents[1] / "cases" / "algorithms.json").read_text())
 GAE = {case["name"]: case for case in CASES["families"]["gae"]}
-ACTIONS = 3
-
-
-def _spec() -> EnvSpec:
-    observation = Leaf("observation", "float32", (4,), "box", low=None, high=None, n=(), start=())
-    action = Leaf("action", "int64", (), "discrete", n=(ACTIONS,), start=(0,))
-    return EnvSpec(observation=(observation,), action=(action,), action_mask=None, mask_size=0, stats=(), env_id="none")  # fmt: skip
-
-
-def _ppo(core: str = "none", burn_in: int = 0, **section: Any) -> PPO:
-    torch.manual_seed(3)
-    config = Config.model_validate({
-        "policy": {"hidden": [16], "core": core, "core_size": 8}, "algorithm": {"name": "ppo", **section},
-        "learner": {"batch_size": 32, "burn_in": burn_in},
-    })  # fmt: skip
-    policy = make_policy(config.policy, _spec())
-    return PPO(Network(policy, Heads(_spec().action), config, _spec()), config)
-
-
-def _batch(rows: int, unrolls: int, seed: int = 0, state: Any = ()) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal() -> Tensor:
-        return torch.randn(rows, unrolls, generator=generator)
-
-    def rare() -> Tensor:
-        return torch.rand(rows, unrolls, generator=generator) < 0.15
-
-    terminated, truncated = rare(), rare()
-    ended = terminated | truncated
-    first = torch.cat([torch.zeros(1, unrolls, dtype=torch.bool), ended[:-1]])
-    nothing = torch.zeros(rows, unrolls, dtype=torch.bool)
-    return Batch(
-        obs={"observation": torch.randn(rows, unrolls, 4, generator=generator)}, mask=None,
-        actions={"action": torch.randint(ACTIONS, (rows, unrolls), generator=generator)}, reward=normal(),
-        terminated=terminated & ~first, truncated=truncated & ~first, first=first, interrupted=nothing,
-        log_prob=-torch.rand(rows, unrolls, generator=generator) - 0.7, value=normal(),
-        version=torch.full((rows, unrolls), 5), state=state, slots=torch.arange(unrolls),
-    )  # fmt: skip
 
 
 def _rows_of(case: dict[str, Any], column: int) -> tuple[Batch, list[int]]:
@@ -89,7 +49,7 @@ def _rows_of(case: dict[str, Any], column: int) -> tuple[Batch, list[int]]:
         return torch.tensor(entries, dtype=dtype).unsqueeze(1)
 
     rows = len(value)
-    batch = _batch(rows, 1)._replace(
+    batch = a_batch(rows, 1)._replace(
         reward=row(reward, torch.float64), value=row(value, torch.float64), terminated=row(ends, torch.bool),
         truncated=row(cut, torch.bool), first=row(first, torch.bool), log_prob=torch.zeros(rows, 1, dtype=torch.float64),
     )  # fmt: skip
@@ -100,7 +60,7 @@ def _rows_of(case: dict[str, Any], column: int) -> tuple[Batch, list[int]]:
 def test_advantages_and_returns_equal_the_published_ones(name: str) -> None:
     case = GAE[name]
     given, right = case["inputs"], case["expected"]
-    ppo = _ppo(gamma=given["gamma"], **{"lambda": given["lambda_"]})
+    ppo = a_ppo(gamma=given["gamma"], **{"lambda": given["lambda_"]})
     for column in range(len(given["rewards"][0])):
         batch, at = _rows_of(case, column)
         targets = ppo.targets(batch)
@@ -175,8 +135,8 @@ def _acted(ppo: PPO, batch: Batch) -> Batch:
 
 
 def test_where_the_network_acted_itself_both_ways_agree_and_nothing_is_clipped() -> None:
-    batch = _acted(_ppo(), _batch(9, 6))
-    synchronous, corrected = _ppo(), _ppo(synchronous=False)
+    batch = _acted(a_ppo(), a_batch(9, 6))
+    synchronous, corrected = a_ppo(), a_ppo(synchronous=False)
     for a, b in zip(vars(synchronous.targets(batch)).values(), vars(corrected.targets(batch)).values(), strict=True):  # fmt: skip
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     first = next(iter(synchronous.losses(batch)))
@@ -184,7 +144,7 @@ def test_where_the_network_acted_itself_both_ways_agree_and_nothing_is_clipped()
 
 
 def test_rows_of_an_older_version_are_not_learnt_from() -> None:
-    ppo, batch = _ppo(), _batch(9, 6)
+    ppo, batch = a_ppo(), a_batch(9, 6)
     batch.version[0] = 4
     mask = ppo.targets(batch).mask
     assert not mask[0].any()
@@ -193,9 +153,9 @@ def test_rows_of_an_older_version_are_not_learnt_from() -> None:
 
 @pytest.mark.parametrize("core", ["none", "lstm"])
 @pytest.mark.parametrize("burn_in", [0, 4])
-def test_one_minibatch_of_rows_or_of_unrolls_is_the_whole_batch(core: str, burn_in: int) -> None:
-    ppo = _ppo(core, burn_in, minibatches=1, epochs=1)
-    batch = _batch(9 + burn_in, 6, state=ppo.network.policy.initial_state(6))
+def test_one_minibatch_of_rows_or_of_unrolls_is_the_wholea_batch(core: str, burn_in: int) -> None:
+    ppo = a_ppo(core, burn_in, minibatches=1, epochs=1)
+    batch = a_batch(9 + burn_in, 6, state=ppo.network.policy.initial_state(6))
     targets = ppo.targets(batch)
     (loss,) = ppo.losses(batch)
     inputs, values = ppo.network.over_unrolls(batch)
@@ -206,8 +166,8 @@ def test_one_minibatch_of_rows_or_of_unrolls_is_the_whole_batch(core: str, burn_
 
 
 def test_each_epoch_takes_every_transition_once_in_another_order() -> None:
-    ppo = _ppo(minibatches=3, epochs=2)
-    batch = _batch(9, 6)
+    ppo = a_ppo(minibatches=3, epochs=2)
+    batch = a_batch(9, 6)
     targets = ppo.targets(batch)
     targets.returns = torch.arange(48.0).view(8, 6)  # their own numbers
     parts = [part.returns for *_, part in ppo._of_rows(batch, targets)]
@@ -218,9 +178,9 @@ def test_each_epoch_takes_every_transition_once_in_another_order() -> None:
 
 
 def test_minibatches_of_a_recurrent_policy_are_whole_unrolls_with_their_states() -> None:
-    ppo = _ppo("lstm", minibatches=2, epochs=1)
+    ppo = a_ppo("lstm", minibatches=2, epochs=1)
     states = tuple(torch.randn(6, 8) for _ in range(2))
-    batch = _acted(ppo, _batch(9, 6, state=states))
+    batch = _acted(ppo, a_batch(9, 6, state=states))
     for _, values, _, _, part in ppo._of_unrolls(batch, ppo.targets(batch)):
         assert values.shape == (8, 3)
         torch.testing.assert_close(values, part.values, rtol=1e-5, atol=1e-5)
@@ -230,8 +190,8 @@ def test_minibatches_of_a_recurrent_policy_are_whole_unrolls_with_their_states()
 
 
 def test_an_iteration_ends_once_the_policy_has_moved_far_enough() -> None:
-    ppo = _ppo(target_kl=0.01, epochs=50, minibatches=1)
-    batch = _acted(ppo, _batch(17, 8))
+    ppo = a_ppo(target_kl=0.01, epochs=50, minibatches=1)
+    batch = _acted(ppo, a_batch(17, 8))
     optimizer = torch.optim.SGD(ppo.network.policy.parameters(), lr=1.0)
     steps, kl = 0, torch.zeros(())
     for loss in ppo.losses(batch):
@@ -241,5 +201,5 @@ def test_an_iteration_ends_once_the_policy_has_moved_far_enough() -> None:
         optimizer.step()
         steps, kl = steps + 1, loss.metrics["kl"]
     assert 1 <= steps < 50 and kl >= 0
-    unbounded = _ppo(target_kl=None, epochs=3, minibatches=2)
+    unbounded = a_ppo(target_kl=None, epochs=3, minibatches=2)
     assert sum(1 for _ in unbounded.losses(batch)) == 6

@@ -47,6 +47,18 @@ OBSERVATIONS = {
 }
 
 
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_a_value_of_its_own_shares_nothing_with_the_policy(name: str) -> None:
+    spec = spec_of(OBSERVATIONS[name])
+    policy = make_policy(config(separate_value=True), spec)
+    inputs, value, _ = policy(zero_observation(spec, 3, 2), (), torch.zeros(3, 2, dtype=torch.bool))
+    parameters = list(policy.parameters())
+    of_inputs = torch.autograd.grad(inputs.sum(), parameters, retain_graph=True, allow_unused=True)
+    of_value = torch.autograd.grad(value.sum(), parameters, allow_unused=True)
+    used = [(a is not None, b is not None) for a, b in zip(of_inputs, of_value, strict=True)]
+    assert set(used) == {(True, False), (False, True)}
+
+
 @pytest.mark.parametrize("core", ["none", "lstm", "gru"])
 @pytest.mark.parametrize("name", OBSERVATIONS)
 def test_the_default_policy_takes_every_kind_of_observation(name: str, core: str) -> None:

@@ -32,16 +32,19 @@ def a_spec(box: spaces.Box, action: spaces.Space[Any]) -> EnvSpec:
 
 @given(
     kind=st.sampled_from(sorted(BOXES)), hidden=st.lists(st.integers(1, 9), max_size=3), activation=st.sampled_from(["tanh", "relu"]),
-    rows=st.integers(1, MAX_ROWS), seed=st.integers(0, 999),
+    rows=st.integers(1, MAX_ROWS), seed=st.integers(0, 999), separate=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_the_mlp_is_torchs(
-    kind: str, hidden: list[int], activation: str, rows: int, seed: int
+    kind: str, hidden: list[int], activation: str, rows: int, seed: int, separate: bool
 ) -> None:
     box, dtype = BOXES[kind]
     torch.manual_seed(seed)
     spec = a_spec(box, spaces.Discrete(4))
-    policy = make_policy(PolicySection(hidden=hidden, activation=activation), spec).eval()  # type: ignore[arg-type]
+    policy = make_policy(
+        PolicySection(hidden=hidden, activation=activation, separate_value=separate),  # type: ignore[arg-type]
+        spec,
+    ).eval()
     fast = NumpyMLP.of(policy, MAX_ROWS)
     assert fast is not None
     rng = np.random.default_rng(seed)
