@@ -122,21 +122,37 @@ class _ForTensorDict(nn.Module):
         super().__init__()
         self.network = Network(workload)
 
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.network(observation)[0]
+    def forward(self, observation: Tensor, *memory: Tensor) -> Any:
+        if not memory:
+            return self.network(observation)[0]
+        is_init, hidden, cell = memory
+        keep = (~is_init).float()
+        one = observation.ndim == 1
+        state = tuple((part * keep).unsqueeze(0) if one else part * keep for part in (hidden, cell))
+        action, after = self.network(observation.unsqueeze(0) if one else observation, state)
+        return tuple(part.squeeze(0) if one else part for part in (action, *after))
 
 
 def _torchrl_policy(workload: str) -> Any:
     from tensordict.nn import TensorDictModule
 
     torch.set_num_threads(1)
-    return TensorDictModule(_ForTensorDict(workload), in_keys=["observation"], out_keys=["action"])
+    recurrent = workload == "L"  # the state travels with each environment's rows, as TorchRL has it
+    return TensorDictModule(
+        _ForTensorDict(workload), in_keys=["observation", *(("is_init", "hidden", "cell") if recurrent else ())],
+        out_keys=["action", *((("next", "hidden"), ("next", "cell")) if recurrent else ())],
+    )  # fmt: skip
 
 
 def _torchrl_env(workload: str, step_us: float) -> Any:
-    from torchrl.envs import GymWrapper
+    from torchrl.data import Unbounded
+    from torchrl.envs import Compose, GymWrapper, InitTracker, TensorDictPrimer, TransformedEnv
 
-    return GymWrapper(MAKE[workload](step_us), categorical_action_encoding=True)
+    env = GymWrapper(MAKE[workload](step_us), categorical_action_encoding=True)
+    if workload != "L":
+        return env
+    state = {name: Unbounded(shape=(128,)) for name in ("hidden", "cell")}
+    return TransformedEnv(env, Compose(InitTracker(), TensorDictPrimer(state, default_value=0.0)))
 
 
 def torchrl(
