@@ -96,7 +96,9 @@ def small_cnn(channels: int, num_features: int) -> Any:
 
 
 def sb3(task: Task, seed: int) -> None:
+    import numpy as np
     import torch
+    from gymnasium import ObservationWrapper, spaces
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
@@ -118,14 +120,11 @@ def sb3(task: Task, seed: int) -> None:
             out: torch.Tensor = self.body(picture)
             return out
 
-    class Bytes(gymnasium_wrapper()):  # type: ignore[misc]
+    class Bytes(ObservationWrapper):
         """bool pictures as uint8: what its buffers can hold."""
 
         def __init__(self, env: Any) -> None:
             super().__init__(env)
-            import numpy as np
-            from gymnasium import spaces
-
             self.observation_space = spaces.Box(0, 1, env.observation_space.shape, np.uint8)
 
         def observation(self, observation: Any) -> Any:
@@ -139,12 +138,6 @@ def sb3(task: Task, seed: int) -> None:
         stats_window_size=EPISODES, policy_kwargs=kwargs, device="cpu",
     )  # fmt: skip
     model.learn(task.limit, callback=UntilGoal())
-
-
-def gymnasium_wrapper() -> Any:
-    from gymnasium import ObservationWrapper
-
-    return ObservationWrapper
 
 
 # ------------------------------------------------------------------------------------------------------------ Sample Factory

@@ -250,8 +250,7 @@ class Engine:
 
     def _awaits_weights(self, groups: np.ndarray) -> np.ndarray:
         """Which of `groups` have a full unroll, acted by the newest version: bool [G]."""
-        if self.writer is None:
-            return np.zeros(groups.size, bool)
+        assert self.writer is not None, "iterations are a learner's"
         full = self.writer.full(self.slab.lease[groups, START])
         full &= ~self.seating.evaluation[groups]
         return full & (self._acted_by[groups] >= self.writer.version)

@@ -26,11 +26,7 @@ class VTrace:
     """One step of the optimiser for each batch of unrolls, each unroll learnt from once."""
 
     def __init__(self, network: Network, config: Config) -> None:
-        self.network, self.section, self.reward_clip = (
-            network,
-            config.algorithm,
-            config.env.reward_clip,
-        )
+        self.network, self.section = network, config.algorithm
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         rows = slice(self.network.burn_in, None)
@@ -47,7 +43,6 @@ class VTrace:
             truncated=batch.truncated[rows],
             first=batch.first[rows],
             algorithm=self.section,
-            reward_clip=self.reward_clip,
         )
         metrics = {name: value.detach() for name, value in losses._asdict().items()}
         yield Loss(losses.total, metrics)
@@ -99,7 +94,6 @@ def actor_critic_loss(
     truncated: Tensor,
     first: Tensor,
     algorithm: Algorithm,
-    reward_clip: float | None = None,
 ) -> Losses:
     """The loss of a batch of unrolls, stored rows in Gymnasium's next-step order; a mean over its transitions.
 
@@ -107,7 +101,7 @@ def actor_critic_loss(
         inputs: float32 [R, B, P]; values: float32 [R, B]: the target policy's, with gradient.
         actions: stored form, [R, B, ...] a leaf. masks: uint8 [R, B, M] or None.
         behaviour_log_probs: float32 [R, B]. rewards: float32 [R, B], of the step that led to the row.
-        terminated, truncated, first: bool [R, B]. reward_clip: rewards are cut to [-this, this]; None: not.
+        terminated, truncated, first: bool [R, B].
     Raises: ShapeError, naming the argument, its shape and the expected one.
     """
     check_shapes(
@@ -125,8 +119,6 @@ def actor_critic_loss(
         {name: action[acted] for name, action in actions.items()},
         None if masks is None else masks[acted],
     )
-    if reward_clip is not None:
-        rewards = rewards.clamp(-reward_clip, reward_clip)
     with torch.no_grad():
         vs, advantages, mask = vtrace_rows(
             behaviour_log_probs,

@@ -56,9 +56,7 @@ class Network:
     def over_unrolls(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(inputs float32 [R, B, P], values float32 [R, B]) of the rows behind the burn-in, which warms the state without gradient."""
         state, burn_in = batch.state, self.burn_in
-        with torch.autocast(
-            batch.reward.device.type, torch.bfloat16, enabled=self._bfloat16, cache_enabled=True
-        ):
+        with torch.autocast(batch.reward.device.type, torch.bfloat16, enabled=self._bfloat16):
             if burn_in:
                 warm = {name: leaf[:burn_in] for name, leaf in batch.obs.items()}
                 with torch.no_grad():
@@ -69,14 +67,12 @@ class Network:
 
     def over_rows(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(inputs [M, P], values [M]) of rows [M, ...] in any order, of a policy without state."""
-        count = next(iter(obs.values())).shape[0]
+        some = next(iter(obs.values()))
         lead = {name: leaf.unsqueeze(0) for name, leaf in obs.items()}
-        device = next(iter(obs.values())).device
-        first = torch.zeros(1, count, dtype=torch.bool, device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16):
-            inputs, values, _ = self.policy(
-                self._obs(lead), self.policy.initial_state(count), first
-            )
+        first = torch.zeros(1, len(some), dtype=torch.bool, device=some.device)
+        with torch.autocast(some.device.type, torch.bfloat16, enabled=self._bfloat16):
+            state = self.policy.initial_state(len(some))
+            inputs, values, _ = self.policy(self._obs(lead), state, first)
         return inputs[0].float(), values[0].float()
 
     def _obs(self, obs: dict[str, Tensor]) -> Observation:
@@ -85,6 +81,13 @@ class Network:
             for name, leaf in obs.items()
         }
         return typed if len(typed) > 1 else next(iter(typed.values()))
+
+
+def clipped(batch: Batch, reward_clip: float | None) -> Batch:
+    """The batch with its rewards cut to [-reward_clip, reward_clip]; None: as it is."""
+    if reward_clip is None:
+        return batch
+    return batch._replace(reward=batch.reward.clamp(-reward_clip, reward_clip))
 
 
 def columns(batch: Batch, index: Tensor) -> Batch:

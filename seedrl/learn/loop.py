@@ -25,7 +25,7 @@ from seedrl import host
 from seedrl.config import Config
 from seedrl.errors import ConfigError, RunError, SeedrlError
 from seedrl.learn.actor_critic import VTrace, learning_rate, make_optimizer
-from seedrl.learn.algorithm import Algorithm, Loss, Network
+from seedrl.learn.algorithm import Algorithm, Loss, Network, clipped
 from seedrl.learn.ppo import PPO
 from seedrl.policy.base import Heads, Policy, imported, make_policy
 from seedrl.spec import EnvSpec
@@ -124,16 +124,15 @@ class Learner:
             batch = self.reader.sample(self.config.learner.batch_size, timeout_s=1.0)
         if batch is None:
             return False
-        batch = batch.to(self.device)
+        batch = clipped(batch.to(self.device), self.config.env.reward_clip)
         rate = learning_rate(self.updates, self.config.learner, self.total_updates)
         steps: list[dict[str, float]] = []
-        for losses in self.algorithm.losses(batch):
+        for loss in self.algorithm.losses(batch):
             self.optimizer.zero_grad(set_to_none=True)
-            losses.total.backward()
-            self._critical = (
-                True  # from its first step on, an update is brought to an end before a stop
-            )
-            steps.append(self._figures(losses, self.optimise(rate)))
+            loss.total.backward()
+            # from its first step on, an update is brought to an end before a stop
+            self._critical = True
+            steps.append(self._figures(loss, self.optimise(rate)))
             if self._stop_wanted:
                 break
         if not steps:
@@ -189,10 +188,9 @@ class Learner:
         }  # fmt: skip
 
     @staticmethod
-    def _figures(losses: Loss, grad_norm: float) -> dict[str, float]:
-        return {name: float(value) for name, value in losses.metrics.items()} | {
-            "grad_norm": grad_norm
-        }
+    def _figures(loss: Loss, grad_norm: float) -> dict[str, float]:
+        figures = {name: float(value) for name, value in loss.metrics.items()}
+        return figures | {"grad_norm": grad_norm}
 
     def _note(self, batch: Batch, steps: list[dict[str, float]], rate: float) -> None:
         """Adds an update's figures to those of the next record: means over its steps."""

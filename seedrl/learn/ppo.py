@@ -53,7 +53,6 @@ class PPO:
 
     def __init__(self, network: Network, config: Config) -> None:
         self.network, self.section = network, config.algorithm
-        self.reward_clip = config.env.reward_clip
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         targets = self.targets(batch)
@@ -81,11 +80,8 @@ class PPO:
             actions = {name: action[rows] for name, action in batch.actions.items()}
             masks = None if batch.mask is None else batch.mask[rows]
             current, _ = self.network.heads.evaluate(inputs, actions, masks)
-        rewards = batch.reward[rows]
-        if self.reward_clip is not None:
-            rewards = rewards.clamp(-self.reward_clip, self.reward_clip)
         returns, _, mask = vtrace_rows(
-            behaviour, current, rewards, values, batch.terminated[rows], batch.first[rows], section.gamma,
+            behaviour, current, batch.reward[rows], values, batch.terminated[rows], batch.first[rows], section.gamma,
             rho_bar=section.rho_bar, c_bar=section.c_bar, lambda_=section.lambda_or_default,
         )  # fmt: skip
         if section.synchronous:

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from batches import a_batch, a_ppo
 from csrc_free_kernels.returns import vtrace
-from seedrl.config import Algorithm, Learner
+from seedrl.config import Algorithm, Config, Learner
 from seedrl.learn.actor_critic import (
+    VTrace,
     actor_critic_loss,
     actor_critic_sums,
     learning_rate,
     make_optimizer,
 )
+from seedrl.learn.algorithm import clipped
 from seedrl.policy.heads import Heads
 from seedrl.spec import Leaf
 
@@ -140,12 +143,14 @@ def test_a_truncated_step_bootstraps_from_its_last_value_and_a_terminated_one_do
 
 
 def test_rewards_are_clipped_for_the_learner_alone() -> None:
-    batch = _batch()
-    batch["rewards"] *= 100
-    clipped = {**batch, "rewards": batch["rewards"].clamp(-1, 1)}
-    torch.testing.assert_close(
-        actor_critic_loss(**batch, reward_clip=1.0).total, actor_critic_loss(**clipped).total
-    )
+    ppo, batch = a_ppo(), a_batch(9, 6)
+    batch = batch._replace(reward=batch.reward * 100)
+    by_hand = batch._replace(reward=batch.reward.clamp(-1, 1))
+    vtrace = VTrace(ppo.network, Config())
+    loss, right, unclipped = (next(vtrace.losses(given)).total for given in (clipped(batch, 1.0), by_hand, batch))  # fmt: skip
+    torch.testing.assert_close(loss, right)
+    assert loss != unclipped and batch.reward.abs().max() > 1
+    assert clipped(batch, None) is batch
 
 
 def test_masked_choices_get_no_gradient_and_entropy_is_the_masked_distributions() -> None:

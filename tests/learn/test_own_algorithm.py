@@ -62,6 +62,20 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert newest(tmp_path / "run", "optimizer_steps") == 1
 
 
+@pytest.mark.parametrize("clip", ["1", "null"])
+def test_its_rewards_are_clipped_too(tmp_path: Path, clip: str) -> None:
+    shutil.copy(EXAMPLES / "awr.py", tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from awr import AWR\nclass Picky(AWR):\n    def losses(self, batch):\n"
+        "        assert batch.reward.abs().max() <= 1, 'too large'\n        return super().losses(batch)\n"
+    )
+    code, text = seedrl(
+        "train", "cartpole", "algorithm.name=mine:Picky", "env.id=envs:RawReturn", f"env.reward_clip={clip}", "run.max_seconds=3",
+        "run.stop_at_return=null", "evaluation.episodes=0", "--run-dir", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert (code == 0) == (clip == "1") and ("too large" in text) == (clip == "null"), text
+
+
 @pytest.mark.parametrize(
     ("name", "body", "code", "words"),
     [
