@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seedrl.policy.numpy_step import NumpyChoice, NumpyMLP
+from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
 from seedrl.store.blocks import Columns, torch_dtype
 from seedrl.store.state import State, StateStore, leaves
 from seedrl.transport.slab import Slab
@@ -68,7 +68,7 @@ class PolicyStep:
         self.states = StateStore(policy.initial_state(1), slab.layout.num_slots, device)
         self._generator = torch.Generator(device).manual_seed(seed)
         # where small layers are, their calls cost more than they do
-        self._mlp = None if self._apart else NumpyMLP.of(policy, max_rows)
+        self._fast = None if self._apart else NumpyPolicy.of(policy, max_rows)
         self._choice = None if self._apart else NumpyChoice.of(heads.leaves, max_rows, seed)
         self._stage: dict[str, np.ndarray] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -163,13 +163,14 @@ class PolicyStep:
         Args: rows int64 [B]; evaluation: positions in the batch that are evaluation slots, or None.
         """
         window = self._window
-        if self._mlp is not None:
-            numbers, value = self._mlp(window.host_obs)
-            inputs, self._value = torch.from_numpy(numbers[None]), value
+        state, self._state_in = self.states.gather(rows, window.first_host)
+        if self._fast is not None:
+            entering = [leaf.numpy() for leaf in self._state_in]
+            numbers, self._value, left = self._fast(window.host_obs, entering)
+            inputs, new = torch.from_numpy(numbers[None]), [torch.from_numpy(leaf) for leaf in left]
         else:
-            state, self._state_in = self.states.gather(rows, window.first_host)
             inputs, self._value, new = self.policy(window.obs, state, window.first)
-            self.states.scatter(rows, new)
+        self.states.scatter(rows, new)
         best = np.arange(rows.size) if self.greedy_for_all else evaluation if self._greedy else None
         if self._choice is not None:
             action, self._log_prob = self._choice.sample(_row(inputs), window.host_mask, best)

@@ -1,24 +1,23 @@
-"""Acting on the CPU in NumPy: the MLP of `nets.Default`, and the choice among n.
+"""Acting on the CPU in NumPy: the MLP of `nets.Default` with its LSTM or GRU, and the choice among n.
 
 On a batch of a hundred rows a layer of 64 is some ten microseconds of arithmetic, and torch's calls around it are twice that
-(docs/design/0007). `nets` and `heads` define what is right; both classes here read the parameters where torch keeps them, so weights that
+(docs/design/0007). `nets` and `heads` define what is right; the classes here read the parameters where torch keeps them, so weights that
 are published in place are seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from seedrl.policy.heads import ILLEGAL, TINY
-from seedrl.policy.nets import MLP, Default, Encoder, Flat
+from seedrl.policy.nets import MLP, Default, Encoder, Flat, Recurrent
 from seedrl.spec import Leaf
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _Activation = Callable[..., Any]
 
@@ -35,42 +34,109 @@ def _view(parameter: Tensor) -> np.ndarray:
     return view
 
 
-class _Chain:
-    """The layers of an MLP, and a linear one after them."""
-
-    def __init__(self, mlp: MLP, head: Any, max_rows: int) -> None:
-        layers: list[Any] = [*mlp.layers, head]
-        self._layers = [(_view(layer.weight).T, _view(layer.bias)) for layer in layers]
-        self._activate = _ACTIVATIONS[mlp.activation]
-        self._outs = [np.empty((max_rows, bias.size), np.float32) for _, bias in self._layers]
+class _Linear:
+    def __init__(self, weight: Tensor, bias: Tensor, max_rows: int) -> None:
+        self._weight, self._bias = _view(weight).T, _view(bias)
+        self._out = np.empty((max_rows, self._bias.size), np.float32)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        count, last = len(x), len(self._layers) - 1
-        for number, (weight, bias) in enumerate(self._layers):
-            x = np.matmul(x, weight, out=self._outs[number][:count])
-            x += bias
-            if number < last:
-                self._activate(x, out=x)
+        x = np.matmul(x, self._weight, out=self._out[: len(x)])
+        x += self._bias
         return x
 
 
-class NumpyMLP:
-    """`Default` of one box leaf, linear layers with tanh or relu, no core. See `of`."""
+class _MLP:
+    def __init__(self, mlp: MLP, max_rows: int) -> None:
+        layers: list[Any] = [*mlp.layers]
+        self._layers = [_Linear(layer.weight, layer.bias, max_rows) for layer in layers]
+        self._activate = _ACTIVATIONS[mlp.activation]
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        for layer in self._layers:
+            x = layer(x)
+            self._activate(x, out=x)
+        return x
+
+
+def _sigmoid(x: np.ndarray) -> None:
+    """In place, by torch: one pass, where NumPy has none of its own."""
+    torch.from_numpy(x).sigmoid_()
+
+
+class _LSTM:
+    """`nn.LSTMCell`: the gates are input, forget, cell and output, in this order."""
+
+    def __init__(self, cell: nn.LSTMCell, max_rows: int) -> None:
+        self._of_input = _Linear(cell.weight_ih, cell.bias_ih, max_rows)
+        self._of_hidden = _Linear(cell.weight_hh, cell.bias_hh, max_rows)
+        self._new = [np.empty((max_rows, cell.hidden_size), np.float32) for _ in range(2)]
+
+    def __call__(self, x: np.ndarray, state: list[np.ndarray]) -> list[np.ndarray]:
+        hidden, cell = state
+        gates = self._of_input(x)
+        gates += self._of_hidden(hidden)
+        size = cell.shape[1]
+        candidate = gates[:, 2 * size : 3 * size]
+        candidate *= 2.0  # tanh(x) = 2 sigmoid(2x) - 1: one pass over the four gates
+        _sigmoid(gates)
+        candidate *= 2.0
+        candidate -= 1.0
+        new_hidden, new_cell = (part[: len(x)] for part in self._new)
+        np.multiply(gates[:, size : 2 * size], cell, out=new_cell)
+        candidate *= gates[:, :size]
+        new_cell += candidate
+        np.tanh(new_cell, out=new_hidden)
+        new_hidden *= gates[:, 3 * size :]
+        return [new_hidden, new_cell]
+
+
+class _GRU:
+    """`nn.GRUCell`: the gates are reset, update and new, in this order."""
+
+    def __init__(self, cell: nn.GRUCell, max_rows: int) -> None:
+        self._of_input = _Linear(cell.weight_ih, cell.bias_ih, max_rows)
+        self._of_hidden = _Linear(cell.weight_hh, cell.bias_hh, max_rows)
+        self._new = np.empty((max_rows, cell.hidden_size), np.float32)
+
+    def __call__(self, x: np.ndarray, state: list[np.ndarray]) -> list[np.ndarray]:
+        (hidden,) = state
+        size = hidden.shape[1]
+        of_input, of_hidden = self._of_input(x), self._of_hidden(hidden)
+        gates, candidate = of_input[:, : 2 * size], of_hidden[:, 2 * size :]
+        gates += of_hidden[:, : 2 * size]
+        _sigmoid(gates)
+        candidate *= gates[:, :size]
+        candidate += of_input[:, 2 * size :]
+        np.tanh(candidate, out=candidate)
+        new = np.subtract(hidden, candidate, out=self._new[: len(x)])
+        new *= gates[:, size:]
+        new += candidate
+        return [new]
+
+
+class NumpyPolicy:
+    """`Default` of one box leaf, linear layers with tanh or relu, and its core if it has one. See `of`."""
 
     def __init__(self, policy: Default, flat: Flat, mlp: MLP, max_rows: int) -> None:
-        self._chain, self._value_chain = _Chain(mlp, policy.heads, max_rows), None
+        self._encoder, self._core = _MLP(mlp, max_rows), None
+        if policy.core is not None:
+            cell = policy.core.cell
+            self._core = (_LSTM if isinstance(cell, nn.LSTMCell) else _GRU)(cell, max_rows)  # type: ignore[arg-type]
+        self._heads = _Linear(policy.heads.weight, policy.heads.bias, max_rows)
+        self._value_encoder: _MLP | None = None
         if policy.value_encoder is not None:
             body: Any = policy.value_encoder.body
-            self._value_chain = _Chain(body, policy.value, max_rows)
+            self._value_encoder = _MLP(body, max_rows)
+            self._value = _Linear(policy.value.weight, policy.value.bias, max_rows)
         self._scale: tuple[np.ndarray, np.ndarray] | None = None
         if flat.centre is not None and flat.spread is not None:
             self._scale = flat.centre.numpy().ravel(), flat.spread.numpy().ravel()
         self._flat = np.empty((max_rows, flat.count), np.float32)
 
     @staticmethod
-    def of(policy: nn.Module, max_rows: int) -> NumpyMLP | None:
+    def of(policy: nn.Module, max_rows: int) -> NumpyPolicy | None:
         """None where the policy, which lies on the CPU, is another than these."""
-        if type(policy) is not Default or policy.core is not None:
+        if type(policy) is not Default or type(policy.core) not in (NoneType, Recurrent):
             return None
         encoder = policy.encoder
         if type(encoder) is not Encoder:
@@ -80,10 +146,16 @@ class NumpyMLP:
             return None
         if mlp.activation not in _ACTIVATIONS:
             return None
-        return NumpyMLP(policy, flat, mlp, max_rows)
+        return NumpyPolicy(policy, flat, mlp, max_rows)
 
-    def __call__(self, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """obs [B, ...] -> the head's inputs float32 [B, P] and the value float32 [B]; both valid until the next call."""
+    def __call__(
+        self, obs: np.ndarray, state: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Acts on one row; all that it returns is valid until the next call.
+
+        Args: obs [B, ...]; state: what enters the row, leaves float32 [B, size], none without a core.
+        Returns: the head's inputs float32 [B, P], the value float32 [B], and the state that left the row.
+        """
         count = len(obs)
         x = obs.reshape(count, -1)
         if self._scale is not None or x.dtype != np.float32:
@@ -93,10 +165,14 @@ class NumpyMLP:
             if self._scale is not None:
                 x -= self._scale[0]
                 x /= self._scale[1]
-        out = self._chain(x)
-        if self._value_chain is not None:
-            return out, self._value_chain(x)[:, 0]
-        return out[:, :-1], out[:, -1]
+        hidden = self._encoder(x)
+        if self._core is not None:
+            state = self._core(hidden, state)
+            hidden = state[0]
+        out = self._heads(hidden)
+        if self._value_encoder is not None:
+            return out, self._value(self._value_encoder(x))[:, 0], state
+        return out[:, :-1], out[:, -1], state
 
 
 class NumpyChoice:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from seedrl.config import PolicySection
 from seedrl.policy.base import Heads, make_policy
-from seedrl.policy.numpy_step import NumpyChoice, NumpyMLP
+from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
 from seedrl.spec import EnvSpec, spec_from_spaces
 
 MAX_ROWS = 40
@@ -32,20 +32,22 @@ def a_spec(box: spaces.Box, action: spaces.Space[Any]) -> EnvSpec:
 
 @given(
     kind=st.sampled_from(sorted(BOXES)), hidden=st.lists(st.integers(1, 9), max_size=3), activation=st.sampled_from(["tanh", "relu"]),
-    rows=st.integers(1, MAX_ROWS), seed=st.integers(0, 999), separate=st.booleans(),
+    rows=st.integers(1, MAX_ROWS), seed=st.integers(0, 999), separate=st.booleans(), core=st.sampled_from(["none", "lstm", "gru"]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_the_mlp_is_torchs(
-    kind: str, hidden: list[int], activation: str, rows: int, seed: int, separate: bool
+def test_the_network_is_torchs(
+    kind: str, hidden: list[int], activation: str, rows: int, seed: int, separate: bool, core: str
 ) -> None:
     box, dtype = BOXES[kind]
     torch.manual_seed(seed)
     spec = a_spec(box, spaces.Discrete(4))
     policy = make_policy(
-        PolicySection(hidden=hidden, activation=activation, separate_value=separate),  # type: ignore[arg-type]
+        PolicySection(
+            hidden=hidden, activation=activation, separate_value=separate, core=core, core_size=5
+        ),  # type: ignore[arg-type]
         spec,
     ).eval()
-    fast = NumpyMLP.of(policy, MAX_ROWS)
+    fast = NumpyPolicy.of(policy, MAX_ROWS)
     assert fast is not None
     rng = np.random.default_rng(seed)
     for _ in range(2):
@@ -53,20 +55,25 @@ def test_the_mlp_is_torchs(
             for parameter in policy.parameters():
                 parameter.copy_(torch.from_numpy(rng.normal(size=tuple(parameter.shape))))
         obs = rng.uniform(0, 200, (rows, *box.shape)).astype(dtype)
-        before = obs.copy()
+        state = [rng.normal(0, 3, (rows, 5)).astype(np.float32) for _ in policy.initial_state(rows)]
+        entering = tuple(torch.from_numpy(leaf) for leaf in state)
+        before = [leaf.copy() for leaf in (obs, *state)]
         with torch.no_grad():
-            inputs, value, _ = policy(torch.from_numpy(obs)[None], (), torch.zeros(1, rows, dtype=torch.bool))  # fmt: skip
-        found, found_value = fast(obs)
+            inputs, value, left = policy(torch.from_numpy(obs)[None], entering, torch.zeros(1, rows, dtype=torch.bool))  # fmt: skip
+        found, found_value, found_left = fast(obs, state)
         scale = 1 + inputs.abs().max().item()
         np.testing.assert_allclose(found, inputs[0].numpy(), rtol=2e-5, atol=2e-5 * scale)
         np.testing.assert_allclose(found_value, value[0].numpy(), rtol=2e-5, atol=2e-5 * scale)
-        np.testing.assert_array_equal(obs, before)  # the rows are stored afterwards
+        for found_leaf, leaf in zip(found_left, left, strict=True):
+            np.testing.assert_allclose(found_leaf, leaf.numpy(), rtol=2e-5, atol=2e-5)
+        for kept, leaf in zip(before, (obs, *state), strict=True):
+            np.testing.assert_array_equal(leaf, kept)  # they are stored afterwards
 
 
 @pytest.mark.parametrize(
     ("settings_", "observation"),
     [
-        ({"core": "lstm"}, spaces.Box(-1, 1, (3,), np.float32)), ({"activation": "gelu"}, spaces.Box(-1, 1, (3,), np.float32)),
+        ({"activation": "gelu"}, spaces.Box(-1, 1, (3,), np.float32)),
         ({}, spaces.Discrete(3)), ({}, spaces.Box(0, 255, (40, 40), np.uint8)),
         ({}, spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Box(-1, 1, (2,))})),
     ],
@@ -78,10 +85,10 @@ def test_other_networks_are_left_to_torch(
         observation, spaces.Discrete(4), action_mask=None, stats=(), env_id="none"
     )
     policy = make_policy(PolicySection(**settings_), spec)
-    assert NumpyMLP.of(policy, MAX_ROWS) is None
+    assert NumpyPolicy.of(policy, MAX_ROWS) is None
     heir = type("Heir", (type(policy),), {})
     policy.__class__ = heir  # whoever derives from it may compute something else
-    assert NumpyMLP.of(policy, MAX_ROWS) is None
+    assert NumpyPolicy.of(policy, MAX_ROWS) is None
 
 
 @given(
