@@ -24,7 +24,6 @@ from seedrl.spec import spec_from_spaces
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import BATCHES, BatchReader, Board
 from seedrl.store.plan import StorePlan
-from seedrl.store.replay import ReplayReader, ReplayWriter
 from seedrl.transport import doorbell
 from seedrl.transport.slab import (
     BASE,
@@ -67,9 +66,9 @@ def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[
     policy, heads = make_policy(config.policy, spec).eval(), Heads(spec.action)
     plan = StorePlan.of(config, spec, heads.stored_specs(), state_leaves(policy), slots)
     storage = BlockStorage(plan.blocks, torch.zeros(plan.blocks.nbytes, dtype=torch.uint8))
-    control = host.map_shared(host.memfd("queue", plan.queue.nbytes), plan.queue.nbytes)
-    writer = ReplayWriter(storage, plan.queue, control, bell)
-    reader = ReplayReader(storage, plan.queue, control, bell, bell, policy.initial_state(1))
+    control = host.map_shared(host.memfd("control", plan.control.nbytes), plan.control.nbytes)
+    writer = plan.writer(storage, control, bell)
+    reader = plan.reader(storage, control, bell, bell, policy.initial_state(1))
     engine = Engine(
         slab, bell, doors, board, PolicyStep(policy, heads, slab, slots, 0, greedy=False), Rule(slots, 1, 0, 0), writer, None, None,
     )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from seedrl.config import Config
 from seedrl.engine.step import PolicyStep
 from seedrl.errors import RunError
-from seedrl.policy.base import Heads, make_policy
+from seedrl.policy.agent import make_agent
 from seedrl.spec import EnvSpec
 from seedrl.transport.slab import Slab, SlabLayout
 from seedrl.worker.loop import Worker, env_arguments
@@ -32,9 +32,8 @@ _WARM_UP_S = 0.5
 def acting(config: Config, spec: EnvSpec, slab: Slab, envs: int) -> PolicyStep:
     """The policy's step over the rows of `slab`."""
     torch.set_num_threads(config.engine.threads)
-    policy = make_policy(config.policy, spec).eval()
-    heads = Heads(spec.action, config.policy.action_distribution)
-    return PolicyStep(policy, heads, slab, envs, config.run.seed, greedy=False)
+    policy, heads = make_agent(config, spec, envs)
+    return PolicyStep(policy.eval(), heads, slab, envs, config.run.seed, greedy=False)
 
 
 def measure(config: Config, envs: int, seconds: float) -> float:

@@ -17,7 +17,7 @@ from seedrl.errors import ConfigError, RunError
 from seedrl.learn.loop import open_store
 from seedrl.listen import Listen
 from seedrl.metrics import Histogram
-from seedrl.policy.base import make_policy
+from seedrl.policy.agent import make_agent
 from seedrl.spec import EnvSpec
 from seedrl.store.board import STAGES
 from seedrl.supervise import Supervisor, probe
@@ -88,7 +88,7 @@ class Unlearnt(Acting):
         self._learner_ready = True
 
     def _hand_store_to_learner(self, ready: dict[str, Any], fds: list[int]) -> None:
-        policy = make_policy(self.config.policy, self.spec)
+        policy, _ = make_agent(self.config, self.spec)
         self._reader, publisher = open_store(
             self.config, self.spec, policy, self.layout.num_slots, ready, fds, self._learner_bell, self._bell
         )  # fmt: skip

@@ -50,7 +50,8 @@ def _algorithm_name(name: str) -> str:
 
 
 Kwargs = Annotated[dict[str, Any], AfterValidator(_plain)]
-ALGORITHMS = ("vtrace", "ppo")
+ALGORITHMS = ("vtrace", "ppo", "r2d2", "dqn")
+Q_LEARNING = ("r2d2", "dqn")
 AlgorithmName = Annotated[str, AfterValidator(_algorithm_name)]
 Units = Annotated[int, Field(ge=1, le=65_536)]
 
@@ -170,18 +171,35 @@ class Engine(Section):
 class Replay(Section):
     """Where rows wait for the learner."""
 
-    mode: Literal["queue"] = Field("queue", description=
-        "Which unrolls come next. queue: each once, oldest first, as V-trace wants; the only one built yet.")
+    mode: Literal["queue", "uniform", "prioritized", "recent"] = Field("queue", description=
+        "Which unrolls come next. queue: each once, oldest first, as V-trace and PPO want. The others keep rows until newer ones need the "
+        "room: uniform, prioritized (by what the learner made of them last), recent (the newest first).")
     capacity: int | None = Field(None, ge=1, le=1 << 40, description=
-        "Rows that are kept. null: the fewest that never stop the run, and one more batch.")
+        "Rows that are kept. null: with queue, the fewest that never stop the run, and one more batch; the others want a number.")
+    min_fill: int | None = Field(None, ge=1, le=1 << 40, description=
+        "Rows before which nothing is learnt; not with queue. null: one unroll. Some thousands keep the first updates from a few episodes.")
+    samples_per_insert: float | None = Field(None, gt=0, le=1_000_000, description=
+        "How often each unroll is drawn, on average: whoever is ahead waits; not with queue, which is 1. null: as fast as each can.")
+    ratio_tolerance: float | None = Field(None, ge=0, le=1e12, description=
+        "Draws by which samples_per_insert may be off, either way. null: twice the fewest with which nobody waits for ever.")
+    max_uses: int | None = Field(None, ge=1, le=1_000_000, description=
+        "Draws of an unroll, after which it is gone; not with queue. null: 1 with recent, any number with the others.")
+    priority_exponent: float = Field(0.6, ge=0, le=10, description=
+        "prioritized: priorities are raised to this; 0 draws uniformly. 0.6 as in Prioritized Experience Replay; R2D2 takes 0.9.")
+    importance_exponent: float = Field(0.4, ge=0, le=1, description=
+        "prioritized: how far weights correct for uneven draws; 1 in full. 0.4 as in the paper; R2D2 takes 0.6.")
+    weights_over: Literal["batch", "store"] = Field("batch", description=
+        "prioritized: whose largest weight is 1. batch, as is usual; store makes weights of different batches comparable.")
+    cross_episodes: bool = Field(True, description=
+        "Whether an unroll goes on behind an episode's end, with the next one's rows. true wastes no row; false learns from none of them.")
     block_length: int | None = Field(None, ge=1, le=65_536, description=
-        "Rows of a block; divides unroll_length and burn_in. null: their greatest common divisor, so the fewest "
-        "blocks.")
+        "Rows of a block. null: with queue the greatest common divisor of unroll_length, burn_in and stride, so the fewest blocks; with the "
+        "others at least 16.")
     device: str | None = Field(None, pattern=_DEVICE, description=
         "Where rows lie: engine.device, or cpu where a GPU's memory is too small. null: engine.device, as rows are born there.")
     max_lag: int | None = Field(None, ge=1, le=1_000_000, description=
-        "Acting stops while rows would be learnt from more updates late than this. null: unbounded, as V-trace "
-        "corrects for lag; 1 when run.deterministic.")
+        "Nothing is learnt from more updates late than this: with queue acting stops in time, with the others older unrolls are dropped. "
+        "null: unbounded, as V-trace corrects for lag; 1 when run.deterministic, with queue.")
 
 
 class Algorithm(Section):
@@ -189,7 +207,8 @@ class Algorithm(Section):
 
     name: AlgorithmName = Field("vtrace", description=
         "vtrace: the actor-critic of IMPALA, which bears lag and learns from each step once; the fastest where steps cost little. ppo: "
-        "several passes over each step, for where they cost much. Or `module:callable` of your own.")
+        "several passes over each step, for where they cost much. dqn, r2d2: learn the values of actions from rows that are kept, r2d2 with "
+        "memory. Or `module:callable` of your own.")
     kwargs: Kwargs = Field(default_factory=dict, description="Keywords for an algorithm of your own. None.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount of each step. 0.99 looks some 100 steps ahead.")
     rho_bar: float = Field(1.0, gt=0, description=
@@ -216,6 +235,29 @@ class Algorithm(Section):
         "ppo: how far a value is moved in an iteration. null: freely, as clipping depends on the scale of rewards.")
     target_kl: float | None = Field(None, gt=0, description=
         "ppo: an iteration ends once the policy's divergence from the one that acted is 1.5 times this. null: it goes through.")
+
+    n_step: int = Field(3, ge=1, le=65_536, description=
+        "dqn, r2d2: rewards in a target before the value of what follows; fewer at the end of an unroll. 3 as in Ape-X; R2D2 takes 5.")
+    double: bool = Field(True, description=
+        "dqn, r2d2: the network that learns chooses the next action, the target network values it. true overestimates less.")
+    dueling: bool = Field(True, description=
+        "dqn, r2d2: the values of actions are a value of the state and advantages around it. true, as states differ more than actions.")
+    value_rescale: float | None = Field(None, ge=0, le=1, description=
+        "dqn, r2d2: epsilon of h(x) = sign(x)(sqrt(|x|+1)-1) + epsilon x, in which values are learnt; R2D2 takes 1e-3, for games whose "
+        "scores differ by thousands. null: as they are.")
+    target_period: int = Field(400, ge=1, le=1_000_000_000, description=
+        "dqn, r2d2: updates after which the target network is the one that learns. 400 suits small tasks; R2D2 takes 2500.")
+    epsilon: float = Field(0.4, ge=0, le=1, description=
+        "dqn, r2d2: share of random actions of the first slot. 0.4 as in Ape-X.")
+    epsilon_exponent: float = Field(7.0, ge=0, le=100, description=
+        "dqn, r2d2: slot i of N acts at random with epsilon^(1 + this i/(N-1)). 7 as in Ape-X: some explore, most play well; 0: all alike.")
+    priority_mix: float = Field(0.9, ge=0, le=1, description=
+        "dqn, r2d2: an unroll's priority is this times its largest error, and the rest its mean one. 0.9 as in R2D2.")
+
+    @property
+    def values_actions(self) -> bool:
+        """Whether the policy gives values of actions, and acts greedily but for a share of random ones."""
+        return self.name in Q_LEARNING
 
     @property
     def iterates(self) -> bool:
@@ -257,6 +299,8 @@ class Learner(Section):
         "Unrolls of an update. 16 unrolls of 16 steps are 256 transitions.")
     unroll_length: int = Field(16, ge=1, le=65_536, description=
         "Transitions of an unroll. 16 keep data fresh; longer ones need fewer bootstrap values.")
+    stride: int | None = Field(None, ge=1, le=65_536, description=
+        "Rows from an unroll's begin to the next one's; fewer than unroll_length make them overlap, as R2D2's do by half. null: unroll_length.")
     burn_in: int = Field(0, ge=0, le=65_536, description=
         "Rows before an unroll that only warm the recurrent state. 0, as states are stored.")
     precision: Literal["float32", "bfloat16"] = Field("float32", description=
@@ -346,6 +390,11 @@ class Config(Section):
 # ------------------------------------------------------------------------------------------------------ cross checks
 
 _PPO_ONLY = ("synchronous", "epochs", "minibatches", "clip_range", "value_clip_range", "target_kl")
+_Q_ONLY = (
+    "n_step", "double", "dueling", "value_rescale", "target_period", "epsilon", "epsilon_exponent", "priority_mix",
+)  # fmt: skip
+_RING_ONLY = ("min_fill", "samples_per_insert", "max_uses")
+_PRIORITY_ONLY = ("priority_exponent", "importance_exponent", "weights_over")
 
 
 def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -373,14 +422,9 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
             what,
             f"set envs_per_worker to {up}, or groups to 1",
         )
-    block = config.replay.block_length
-    for name, length in (("unroll_length", learner.unroll_length), ("burn_in", learner.burn_in)):
-        if block is not None and length % block:
-            what = f"block_length {block} does not divide {name} {length}"
-            do = "leave block_length out, or choose a divisor of unroll_length and burn_in"
-            yield ("replay.block_length", f"learner.{name}"), what, do
+    yield from _replay_contradictions(config)
     unroll_rows, capacity = learner.batch_size * learner.unroll_length, config.replay.capacity
-    if capacity is not None and capacity < unroll_rows:
+    if config.replay.mode == "queue" and capacity is not None and capacity < unroll_rows:
         what = f"replay.capacity {capacity} rows hold no batch of {learner.batch_size} x {learner.unroll_length}"
         yield (
             ("replay.capacity", "learner.batch_size"),
@@ -395,10 +439,12 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
         what = f"a synchronous iteration is one unroll of each of the {slots} environments, not {learner.batch_size} unrolls"
         do = f"set learner.batch_size to {slots}, or algorithm.synchronous to false"
         yield ("learner.batch_size", "algorithm.synchronous", "algorithm.name"), what, do
-    for name in _PPO_ONLY if algorithm.name != "ppo" else ():
-        if getattr(algorithm, name) != Algorithm.model_fields[name].default:
-            what = f"{name} belongs to ppo, not to {algorithm.name}"
-            yield (f"algorithm.{name}", "algorithm.name"), what, "set algorithm.name to ppo, or leave it out"  # fmt: skip
+    for owners, names in ((("ppo",), _PPO_ONLY), (Q_LEARNING, _Q_ONLY)):
+        for name in names if algorithm.name not in owners else ():
+            if getattr(algorithm, name) != Algorithm.model_fields[name].default:
+                known = " or ".join(owners)
+                what = f"{name} belongs to {known}, not to {algorithm.name}"
+                yield (f"algorithm.{name}", "algorithm.name"), what, f"set algorithm.name to {known}, or leave it out"  # fmt: skip
     if algorithm.kwargs and algorithm.name in ALGORITHMS:
         what = f"{algorithm.name} has fields, no keywords"
         yield ("algorithm.kwargs",), what, "set the fields, or name an algorithm of your own"
@@ -415,12 +461,51 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
     if learner.schedule != "constant" and config.run.max_steps is None:
         what = f"a {learner.schedule} schedule needs to know the end of the run"
         yield ("learner.schedule",), what, "set run.max_steps, or the schedule to constant"
+    if learner.schedule != "constant" and config.replay.mode != "queue" and config.replay.samples_per_insert is None:  # fmt: skip
+        what = f"a {learner.schedule} schedule needs to know how many updates the steps make"
+        yield ("learner.schedule", "replay.samples_per_insert"), what, "set replay.samples_per_insert, or the schedule to constant"  # fmt: skip
     evaluation = config.evaluation
     if evaluation.every_s and not (evaluation.slots and evaluation.episodes):
         lacking = "slots" if not evaluation.slots else "episodes"
         what = f"an evaluation every {evaluation.every_s:g} s with evaluation.{lacking} 0 plays nothing"
         do = f"set evaluation.{lacking}, or leave every_s out"
         yield ("evaluation.every_s", f"evaluation.{lacking}"), what, do
+
+
+def _replay_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Of what is kept with how it is learnt from."""
+    replay, learner, algorithm = config.replay, config.learner, config.algorithm
+    if learner.stride is not None and learner.stride > learner.unroll_length:
+        what = f"with a stride of {learner.stride} rows, those between unrolls of {learner.unroll_length} would never be learnt from"
+        yield ("learner.stride", "learner.unroll_length"), what, f"set at most {learner.unroll_length}, or leave it out"  # fmt: skip
+    once = ("vtrace", "ppo")
+    if algorithm.name in once and replay.mode != "queue":
+        what = f"{algorithm.name} learns from rows of its own, recent policy, each once; {replay.mode} keeps old ones and draws them again"
+        yield ("algorithm.name", "replay.mode"), what, "set replay.mode to queue, or algorithm.name to dqn or r2d2"  # fmt: skip
+    if algorithm.name in once and learner.stride not in (None, learner.unroll_length):
+        what = f"overlapping unrolls would teach {algorithm.name} the same step twice"
+        yield ("learner.stride", "algorithm.name"), what, "leave learner.stride out"
+    if algorithm.name in Q_LEARNING and replay.mode == "queue":
+        what = f"{algorithm.name} learns from rows that are kept, which queue does not"
+        yield ("algorithm.name", "replay.mode"), what, "set replay.mode to prioritized or uniform"
+    if algorithm.name == "dqn" and config.policy.core != "none":
+        what = f"dqn has no memory, the policy a {config.policy.core}"
+        yield ("algorithm.name", "policy.core"), what, "set algorithm.name to r2d2, or policy.core to none"  # fmt: skip
+    if replay.mode == "queue":
+        for name in _RING_ONLY:
+            if getattr(replay, name) is not None:
+                what = f"{name} is of rows that are kept; queue has each once"
+                yield (f"replay.{name}", "replay.mode"), what, "set replay.mode to uniform, prioritized or recent, or leave it out"  # fmt: skip
+    elif replay.capacity is None:
+        what = f"{replay.mode} keeps as many rows as there is room for, and nobody said how many"
+        yield ("replay.capacity", "replay.mode"), what, "set replay.capacity, in rows"
+    if replay.ratio_tolerance is not None and replay.samples_per_insert is None:
+        what = "there is a tolerance, and no ratio"
+        yield ("replay.ratio_tolerance",), what, "set replay.samples_per_insert, or leave it out"
+    for name in _PRIORITY_ONLY if replay.mode != "prioritized" else ():
+        if getattr(replay, name) != Replay.model_fields[name].default:
+            what = f"{name} is of priorities, which {replay.mode} has none of"
+            yield (f"replay.{name}", "replay.mode"), what, "set replay.mode to prioritized, or leave it out"  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

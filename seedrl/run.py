@@ -317,9 +317,9 @@ def _checkpoint_to_resume(
 
 def _checked(checkpoint: Checkpoint, config: Config, spec: EnvSpec) -> Path:
     """Tries a checkpoint on a policy of this configuration, in this environment, before anything starts."""
-    from seedrl.policy.base import make_policy
+    from seedrl.policy.agent import make_agent
 
-    checkpoint.load_into(make_policy(config.policy, spec), spec)
+    checkpoint.load_into(make_agent(config, spec)[0], spec)
     assert checkpoint.path is not None
     return checkpoint.path
 

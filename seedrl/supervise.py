@@ -736,11 +736,16 @@ class _Playing:
 def balance(accounts: dict[str, int], final: dict[str, Any]) -> tuple[str, bool]:
     """The accounts in one line, and whether they balance: every acted row was stored or dropped, every stored one learnt or left."""
     dropped = {name: accounts[name] for name in ("worker_died", "detached", "shutdown")}
-    left = accounts["stored"] - final["learned_rows"] - final["stale_rows"] - final["queued_rows"]
+    if "inserted_rows" in final:  # they stay until newer ones need the room
+        left = accounts["stored"] - final["inserted_rows"]
+        stored = f"{final['kept_rows']} of them kept, {final['drawn_rows']} drawn"
+    else:
+        left = accounts["stored"] - sum(final[f"{kind}_rows"] for kind in ("learned", "stale", "queued"))  # fmt: skip
+        stored = f"stored = learnt {final['learned_rows']} + stale {final['stale_rows']} + queued {final['queued_rows']}"
     fits = accounts["acted"] == accounts["stored"] + sum(dropped.values()) and left == 0
     reasons = ", ".join(f"{name} {count}" for name, count in dropped.items())
     line = (
         f"rows acted {accounts['acted']} = stored {accounts['stored']} + dropped {sum(dropped.values())} ({reasons}); "
-        f"stored = learnt {final['learned_rows']} + stale {final['stale_rows']} + queued {final['queued_rows']}"
+        f"{stored}"
     )
     return line + ("" if fits else "  DO NOT BALANCE"), fits

@@ -157,7 +157,7 @@ def test_a_malformed_argument_is_refused(tmp_path: Path, argument: str) -> None:
         ("policy: {hidden: [64, 6f]}", ["policy.hidden[1]", "'6f'", "whole number"]),
         ("policy: {hidden: [64, 0]}", ["policy.hidden[1]", "0", "from 1"]),
         ("batching: {max_batch: 0}", ["0", "or null"]),
-        ("replay: {mode: uniform}", ["'uniform'", "queue"]),
+        ("replay: {mode: lifo}", ["'lifo'", "queue", "recent"]),
         ("algorithm: {name: sac}", ["'sac'", "vtrace"]),
         ("algorithm: {lambda: 2}", ["2", "from 0 to 1"]),
         ("workers: 3", ["workers", "section"]),
@@ -179,6 +179,9 @@ def test_an_item_of_a_long_list_is_refused_at_its_own_line(tmp_path: Path) -> No
     )
 
 
+DQN = "algorithm:\n  name: dqn\nreplay:\n  mode: uniform\n  capacity: 9999\n"
+
+
 @pytest.mark.parametrize(
     ("text", "where", "words"),
     [
@@ -188,15 +191,44 @@ def test_an_item_of_a_long_list_is_refused_at_its_own_line(tmp_path: Path) -> No
             ["64", "32"],
         ),
         ("workers:\n  envs_per_worker: 15\n", "given.yaml:2 workers.envs_per_worker", ["15", "16"]),
+        ("learner:\n  stride: 20\n", "given.yaml:2 learner.stride", ["20", "unrolls of 16"]),
+        ("learner:\n  stride: 8\n", "given.yaml:2 learner.stride", ["vtrace", "twice"]),
         (
-            "replay:\n  block_length: 5\n",
-            "given.yaml:2 replay.block_length",
-            ["5", "unroll_length 16"],
+            "replay:\n  mode: uniform\n  capacity: 9999\n",
+            "given.yaml:2 replay.mode",
+            ["vtrace", "uniform", "dqn"],
         ),
         (
-            "replay:\n  block_length: 4\nlearner:\n  burn_in: 6\n",
-            "given.yaml:2 replay.block_length",
-            ["burn_in 6"],
+            "algorithm:\n  name: dqn\n",
+            "given.yaml:2 algorithm.name",
+            ["dqn", "queue", "prioritized"],
+        ),
+        (
+            "algorithm:\n  name: dqn\nreplay:\n  mode: uniform\n",
+            "given.yaml:4 replay.mode",
+            ["replay.capacity"],
+        ),
+        (
+            DQN + "policy:\n  core: gru\n",
+            "given.yaml:2 algorithm.name",
+            ["no memory", "gru", "r2d2"],
+        ),
+        (DQN + "  ratio_tolerance: 9\n", "given.yaml:6 replay.ratio_tolerance", ["no ratio"]),
+        (
+            DQN + "  importance_exponent: 1\n",
+            "given.yaml:6 replay.importance_exponent",
+            ["uniform", "prioritized"],
+        ),
+        (
+            DQN + "learner:\n  schedule: linear\nrun:\n  max_steps: 9\n",
+            "given.yaml:7 learner.schedule",
+            ["samples_per_insert"],
+        ),
+        ("replay:\n  max_uses: 2\n", "given.yaml:2 replay.max_uses", ["queue", "once"]),
+        (
+            "algorithm:\n  n_step: 2\n",
+            "given.yaml:2 algorithm.n_step",
+            ["belongs to r2d2 or dqn", "vtrace"],
         ),
         ("replay:\n  capacity: 100\n", "given.yaml:2 replay.capacity", ["100", "256"]),
         ("run:\n  deterministic: true\n", "given.yaml:2 run.deterministic", ["workers.num", "1"]),

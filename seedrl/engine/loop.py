@@ -22,7 +22,7 @@ from seedrl.config import Config
 from seedrl.engine.batcher import Reason, Rule, choose, reason_to_fire, us_until_fire
 from seedrl.engine.step import PolicyStep, state_leaves
 from seedrl.errors import RunError, SeedrlError
-from seedrl.policy.base import Heads, make_policy
+from seedrl.policy.agent import make_agent
 from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board
@@ -283,10 +283,11 @@ class Engine:
         """The batch of these groups; without those for whose rows replay has no room, None when that leaves none."""
         rows, evaluation, training = self._rows(groups)
         if self.writer is not None and (training is None or training.size):
-            room = self.writer.room_for(rows if training is None else rows[training])
-            if not room or self._blocked_since:
-                self._blocked("blocked_room_ns", not room)
-            if not room:
+            held_by = self.writer.held_back(rows if training is None else rows[training])
+            if held_by is not None or self._blocked_since:
+                for reason_ in ("room", "ratio"):
+                    self._blocked(f"blocked_{reason_}_ns", held_by == reason_)
+            if held_by is not None:
                 kept = self.seating.evaluation[groups]
                 groups, lines = groups[kept], lines[kept]
                 if not groups.size:
@@ -428,8 +429,8 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     torch.set_num_threads(config.engine.threads)
     device = require_device(config.engine.device, "engine.device")
     store_device = device if config.replay.device in (None, config.engine.device) else _CPU
-    policy = make_policy(config.policy, spec).eval().to(device)
-    heads = Heads(spec.action, config.policy.action_distribution)
+    policy, heads = make_agent(config, spec, layout.num_slots)
+    policy = policy.eval().to(device)
     max_batch = min(config.batching.max_batch or layout.num_slots, layout.num_slots)
     step = PolicyStep(
         policy,
@@ -461,20 +462,19 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
         )
         weights = WeightsLayout.of(policy)
         memory, replay = allocate(store_device, plan.blocks.nbytes)
-        queue, buffers = (
-            host.memfd("queue", plan.queue.nbytes),
+        control, buffers = (
+            host.memfd("control", plan.control.nbytes),
             host.memfd("weights", weights.nbytes),
         )
-        shared = [queue, buffers, *([] if replay.fd is None else [replay.fd])]
+        shared = [control, buffers, *([] if replay.fd is None else [replay.fd])]
         handle = replay.handle
-        writer = ReplayWriter(
+        writer = plan.writer(
             BlockStorage(plan.blocks, memory),
-            plan.queue,
-            host.map_shared(queue, plan.queue.nbytes),
+            host.map_shared(control, plan.control.nbytes),
             learner_bell,
         )
         subscriber = Subscriber(host.map_shared(buffers, weights.nbytes), weights)
-        max_lag = plan.max_lag
+        max_lag = plan.admission
         admission = None if max_lag is None else (max_lag, config.learner.batch_size)
         iterations = plan.iterations
         sizes["replay"] = plan.blocks.bytes_by_leaf()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
+from seedrl.policy.values import ValueHeads
 from seedrl.store.blocks import Columns, torch_dtype
 from seedrl.store.state import State, StateStore, leaves
 from seedrl.transport.slab import Slab
@@ -58,7 +59,7 @@ class PolicyStep:
         self.greedy_for_all = (
             False  # a server without a learner: every row is played as an evaluation is
         )
-        self._device = device
+        self._device, self._explores = device, isinstance(heads, ValueHeads)
         self._apart = device.type != "cpu" if apart is None else apart
         self._store_apart = self._apart and store_device == device
         self._host: Callable[[Any], np.ndarray] = _row_from_device if self._apart else _row
@@ -69,7 +70,7 @@ class PolicyStep:
         self._generator = torch.Generator(device).manual_seed(seed)
         # where small layers are, their calls cost more than they do
         self._fast = None if self._apart else NumpyPolicy.of(policy, max_rows)
-        self._choice = None if self._apart else NumpyChoice.of(heads.leaves, max_rows, seed)
+        self._choice = None if self._apart else NumpyChoice.of(heads, max_rows, seed)
         self._stage: dict[str, np.ndarray] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._obs: dict[str, Tensor] = {}
@@ -173,11 +174,12 @@ class PolicyStep:
         self.states.scatter(rows, new)
         best = np.arange(rows.size) if self.greedy_for_all else evaluation if self._greedy else None
         if self._choice is not None:
-            action, self._log_prob = self._choice.sample(_row(inputs), window.host_mask, best)
+            action, self._log_prob = self._choice.sample(_row(inputs), window.host_mask, best, rows)
             self.actions = {self._choice.name: action}
             return
         mask = window.mask
-        actions, self._log_prob = self.heads.sample(inputs, mask, self._generator)
+        slots = torch.from_numpy(rows).to(self._device) if self._explores else None
+        actions, self._log_prob = self.heads.sample(inputs, mask, self._generator, slots)
         if best is not None:
             at = torch.from_numpy(best).to(self._device)
             likeliest = self.heads.mode(

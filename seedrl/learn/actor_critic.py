@@ -13,7 +13,7 @@ from csrc_free_kernels.returns import vtrace_rows
 from csrc_free_kernels.shapes import check_shapes
 from seedrl.learn.algorithm import Loss, Network
 from seedrl.policy.base import Heads
-from seedrl.store.replay import Batch
+from seedrl.store.batch import Batch
 
 if TYPE_CHECKING:
     from seedrl.config import Algorithm, Config

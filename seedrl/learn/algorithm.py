@@ -11,26 +11,19 @@ from torch import Tensor
 from seedrl.config import Config
 from seedrl.policy.base import Heads, Observation, Policy
 from seedrl.spec import EnvSpec
-from seedrl.store.replay import Batch
-from seedrl.store.state import leaves, rebuild
-
-_PER_ROW = (
-    "reward",
-    "terminated",
-    "truncated",
-    "first",
-    "interrupted",
-    "log_prob",
-    "value",
-    "version",
-)
+from seedrl.store.batch import Batch
+from seedrl.store.state import leaves
 
 
 class Loss(NamedTuple):
-    """total: the scalar that one step of the optimiser lowers. metrics: scalars without gradient, for the records."""
+    """total: the scalar that one step of the optimiser lowers. metrics: scalars without gradient, for the records.
+
+    priorities: of the batch's unrolls, float [B], for a store that draws by them; None: they stay.
+    """
 
     total: Tensor
     metrics: dict[str, Tensor]
+    priorities: Tensor | None = None
 
 
 class Algorithm(Protocol):
@@ -39,6 +32,9 @@ class Algorithm(Protocol):
     def losses(self, batch: Batch) -> Iterator[Loss]:
         """The losses of a batch: each is asked for once the optimiser's step for the one before is done. At least one."""
         ...
+
+    # An algorithm that keeps tensors beside the policy has them in `tensors() -> dict[str, Tensor]`; they go into checkpoints, and a run
+    # that is resumed writes them in place.
 
 
 class Network:
@@ -49,6 +45,7 @@ class Network:
 
     def __init__(self, policy: Policy, heads: Heads, config: Config, spec: EnvSpec) -> None:
         self.policy, self.heads, self.burn_in = policy, heads, config.learner.burn_in
+        self.spec = spec
         self.recurrent = bool(leaves(policy.initial_state(1)))
         self._bfloat16 = config.learner.precision == "bfloat16"
         self._dtypes = {leaf.name: getattr(torch, leaf.dtype) for leaf in spec.observation}
@@ -88,19 +85,3 @@ def clipped(batch: Batch, reward_clip: float | None) -> Batch:
     if reward_clip is None:
         return batch
     return batch._replace(reward=batch.reward.clamp(-reward_clip, reward_clip))
-
-
-def columns(batch: Batch, index: Tensor) -> Batch:
-    """The unrolls `index`, int64 [b], of a batch."""
-
-    def taken(leaf: Tensor) -> Tensor:
-        return leaf.index_select(1, index)
-
-    return batch._replace(
-        obs={name: taken(leaf) for name, leaf in batch.obs.items()},
-        mask=None if batch.mask is None else taken(batch.mask),
-        actions={name: taken(leaf) for name, leaf in batch.actions.items()},
-        state=rebuild(batch.state, [leaf.index_select(0, index) for leaf in leaves(batch.state)]),
-        slots=batch.slots.index_select(0, index),
-        **{name: taken(getattr(batch, name)) for name in _PER_ROW},
-    )

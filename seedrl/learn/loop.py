@@ -27,14 +27,17 @@ from seedrl.errors import ConfigError, RunError, SeedrlError
 from seedrl.learn.actor_critic import VTrace, learning_rate, make_optimizer
 from seedrl.learn.algorithm import Algorithm, Loss, Network, clipped
 from seedrl.learn.ppo import PPO
-from seedrl.policy.base import Heads, Policy, imported, make_policy
+from seedrl.learn.r2d2 import QLearning
+from seedrl.policy.agent import make_agent
+from seedrl.policy.base import Heads, Policy, imported
 from seedrl.spec import EnvSpec
+from seedrl.store.batch import Batch
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board, EpisodeReader
 from seedrl.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from seedrl.store.memory import Shared, open_shared, require_device
 from seedrl.store.plan import StorePlan
-from seedrl.store.replay import Batch, ReplayReader
+from seedrl.store.replay import ReplayReader
 from seedrl.store.state import leaves
 from seedrl.store.weights import Publisher, WeightsLayout
 from seedrl.transport import doorbell
@@ -54,7 +57,12 @@ _DETERMINISTIC_LOG_UPDATES = 20  # by count, not by the clock, so that two runs 
 
 def make_algorithm(network: Network, config: Config) -> Algorithm:
     """The algorithm that the configuration names. Raises: ConfigError when there is none, or it has no `losses`."""
-    shipped: dict[str, Callable[[Network, Config], Algorithm]] = {"vtrace": VTrace, "ppo": PPO}
+    shipped: dict[str, Callable[[Network, Config], Algorithm]] = {
+        "vtrace": VTrace,
+        "ppo": PPO,
+        "r2d2": QLearning,
+        "dqn": QLearning,
+    }
     name = config.algorithm.name
     if name in shipped:
         return shipped[name](network, config)
@@ -83,12 +91,11 @@ class Learner:
     """
 
     def __init__(
-        self, config: Config, spec: EnvSpec, policy: Policy, reader: ReplayReader, publisher: Publisher, board: Board,
+        self, config: Config, spec: EnvSpec, policy: Policy, heads: Heads, reader: ReplayReader, publisher: Publisher, board: Board,
         run_dir: Path, channel: Channel,
     ) -> None:  # fmt: skip
         self.config, self.spec, self.policy = config, spec, policy.train()
         self.device = require_device(config.learner.device, "learner.device")
-        heads = Heads(spec.action, config.policy.action_distribution)
         self.algorithm = make_algorithm(Network(policy, heads, config, spec), config)
         self._parameters = list(policy.parameters())
         self.optimizer = make_optimizer(self._parameters, config.learner)
@@ -111,10 +118,12 @@ class Learner:
 
     def _total_updates(self) -> int | None:
         """Updates that `run.max_steps` allows, for schedules; None when the run has no such end."""
-        steps, learner = self.config.run.max_steps, self.config.learner
-        return (
-            None if steps is None else max(1, steps // (learner.batch_size * learner.unroll_length))
-        )
+        steps, learner, replay = self.config.run.max_steps, self.config.learner, self.config.replay
+        draws = 1.0 if replay.mode == "queue" else replay.samples_per_insert
+        if steps is None or draws is None:
+            return None
+        unroll = learner.stride or learner.unroll_length
+        return max(1, int(steps * draws) // (learner.batch_size * unroll))
 
     # ------------------------------------------------------------------------------------------------------ update
 
@@ -137,6 +146,8 @@ class Learner:
                 break
         if not steps:
             raise RunError(what=f"{self.config.algorithm.name} gave no loss for a batch", where="algorithm.name", do="yield one at least")  # fmt: skip
+        if loss.priorities is not None:
+            self.reader.update_priorities(batch.items, loss.priorities.cpu().numpy())
         with self._undisturbed():
             self.updates += 1
             self._note(batch, steps, rate)
@@ -184,7 +195,7 @@ class Learner:
             "time_s": time.monotonic(), "updates": self.updates, "waited_ns": self.reader.waited_ns,
             "env_steps": board.get("env_steps"), "batches": board.fired,
             "rows": board.get("rows_acted") + board.get("evaluation_rows"),
-            "blocked_ns": board.get("blocked_room_ns") + board.get("blocked_lag_ns"),
+            "blocked_ns": sum(board.get(f"blocked_{why}_ns") for why in ("room", "ratio", "lag")),
         }  # fmt: skip
 
     @staticmethod
@@ -235,6 +246,7 @@ class Learner:
             "rtt_p50_us": rtt.percentile(50) * 1e-3, "rtt_p99_us": rtt.percentile(99) * 1e-3,
             "env_step_p50_us": env_step.percentile(50) * 1e-3,
         }  # fmt: skip
+        record |= self.reader.figures()
         if not since["updates"]:  # a stretch in which nothing was learnt says nothing about speed
             for name in _RATES:
                 record.pop(name)
@@ -274,16 +286,21 @@ class Learner:
                 "episodes": self.base_episodes + self.episodes,
             }  # fmt: skip
             saved = Checkpoint.of(
-                self.policy, self.optimizer, self.config, self.spec, counters=counters
-            )
+                self.policy, self.optimizer, self.config, self.spec, counters=counters, algorithm=self._own_tensors()
+            )  # fmt: skip
             path = save_checkpoint(self.run_dir / "checkpoints", saved, self.config.run.keep)
             self._last_checkpoint_s = time.monotonic()
         return path
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        own: Callable[[], dict[str, torch.Tensor]] = getattr(self.algorithm, "tensors", dict)
+        return own()
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continues where `checkpoint` was written: weights, moments, counters, random state."""
         checkpoint.load_into(self.policy, self.spec)
         checkpoint.load_optimizer(self.optimizer)
+        checkpoint.load_algorithm(self._own_tensors())
         self.updates = checkpoint.counters["updates"]
         self.base_env_steps, self.base_episodes = (
             checkpoint.counters["env_steps"],
@@ -365,19 +382,17 @@ def open_store(
 ) -> tuple[ReplayReader, Publisher]:  # fmt: skip
     """The learner's ends of what it shares with the engine: rows to read, weights to publish.
 
-    Args: ready: `replay_handle` and `replay_device`, as the engine said. fds: of the queue, the weights and, on the CPU, the rows.
+    Args: ready: `replay_handle` and `replay_device`, as the engine said. fds: of the control, the weights and, on the CPU, the rows.
     """
-    queue_fd, weights_fd, *replay_fd = fds
-    heads = Heads(spec.action, config.policy.action_distribution)
+    control_fd, weights_fd, *replay_fd = fds
     like = policy.initial_state(1)
-    plan = StorePlan.of(config, spec, heads.stored_specs(), leaves(like), num_slots)
+    stored = Heads(spec.action, config.policy.action_distribution).stored_specs()
+    plan = StorePlan.of(config, spec, stored, leaves(like), num_slots)
     shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
     memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
-    control = host.map_shared(queue_fd, plan.queue.nbytes)
-    # an iteration's first rows are the bootstrap rows of the one before
-    max_lag = 1 if plan.iterations else config.replay.max_lag
+    control = host.map_shared(control_fd, plan.control.nbytes)
     storage = BlockStorage(plan.blocks, memory)
-    reader = ReplayReader(storage, plan.queue, control, bell, engine_bell, like, max_lag)
+    reader = plan.reader(storage, control, bell, engine_bell, like)
     weights = WeightsLayout.of(policy)
     return reader, Publisher(host.map_shared(weights_fd, weights.nbytes), weights)
 
@@ -389,13 +404,14 @@ def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     device = require_device(config.learner.device, "learner.device")
-    policy = make_policy(config.policy, spec).to(device)
+    policy, heads = make_agent(config, spec, start["num_slots"])
+    policy = policy.to(device)
     reader, publisher = open_store(
         config, spec, policy, start["num_slots"], start, store_fds, bell, engine_bell
     )
     board = Board(host.map_shared(board_fd, Board.nbytes(len(spec.stats))), len(spec.stats))
     learner = Learner(
-        config, spec, policy, reader, publisher, board, Path(start["run_dir"]), channel
+        config, spec, policy, heads, reader, publisher, board, Path(start["run_dir"]), channel
     )
     if start.get("resume"):
         checkpoint = load_checkpoint(Path(start["resume"]))

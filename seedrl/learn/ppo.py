@@ -18,8 +18,8 @@ from torch import Tensor
 from csrc_free_kernels.returns import vtrace_rows
 from seedrl.config import Algorithm as AlgorithmSection
 from seedrl.config import Config
-from seedrl.learn.algorithm import Loss, Network, columns
-from seedrl.store.replay import Batch
+from seedrl.learn.algorithm import Loss, Network
+from seedrl.store.batch import Batch
 
 _EPS = 1e-8
 
@@ -116,7 +116,7 @@ class PPO:
         everything = torch.arange(targets.values.shape[1], device=targets.values.device)
         for index in self._shuffled(everything):
             part = targets.map(partial(torch.index_select, dim=1, index=index))
-            some = columns(batch, index)
+            some = batch.columns(index)
             inputs, values = self.network.over_unrolls(some)
             actions = {name: leaf[acted] for name, leaf in some.actions.items()}
             legal = None if some.mask is None else some.mask[acted]

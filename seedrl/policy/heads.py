@@ -312,9 +312,12 @@ class Heads:
         ]
 
     def sample(
-        self, inputs: Tensor, mask: Tensor | None, generator: torch.Generator | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Draws actions: inputs float32 [..., P], mask uint8 [..., M] or None -> (stored actions, log_prob float32 [...])."""
+        self, inputs: Tensor, mask: Tensor | None, generator: torch.Generator | None = None, slots: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+        """Draws actions: inputs float32 [..., P], mask uint8 [..., M] or None -> (stored actions, log_prob float32 [...]).
+
+        Args: slots: int64 [B], for heads that explore by slot.
+        """
         actions, total = {}, None
         for name, head, part, own in self._parts(inputs, mask):
             actions[name], log_prob = head.sample(part, own, generator)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seedrl.policy.heads import ILLEGAL, TINY
+from seedrl.policy.heads import ILLEGAL, TINY, Heads
 from seedrl.policy.nets import MLP, Default, Encoder, Flat, Recurrent
+from seedrl.policy.values import ActionValues, ValueHeads
 from seedrl.spec import Leaf
 
 _Activation = Callable[..., Any]
@@ -115,9 +116,12 @@ class _GRU:
 
 
 class NumpyPolicy:
-    """`Default` of one box leaf, linear layers with tanh or relu, and its core if it has one. See `of`."""
+    """`Default` of one box leaf, linear layers with tanh or relu, and its core if it has one; or values of actions by it. See `of`."""
 
-    def __init__(self, policy: Default, flat: Flat, mlp: MLP, max_rows: int) -> None:
+    def __init__(
+        self, policy: Default, values: ActionValues | None, flat: Flat, mlp: MLP, max_rows: int
+    ) -> None:
+        self._values = values
         self._encoder, self._core = _MLP(mlp, max_rows), None
         if policy.core is not None:
             cell = policy.core.cell
@@ -136,6 +140,9 @@ class NumpyPolicy:
     @staticmethod
     def of(policy: nn.Module, max_rows: int) -> NumpyPolicy | None:
         """None where the policy, which lies on the CPU, is another than these."""
+        values = policy if type(policy) is ActionValues else None
+        if values is not None:
+            policy = values.policy
         if type(policy) is not Default or type(policy.core) not in (NoneType, Recurrent):
             return None
         encoder = policy.encoder
@@ -146,7 +153,7 @@ class NumpyPolicy:
             return None
         if mlp.activation not in _ACTIVATIONS:
             return None
-        return NumpyPolicy(policy, flat, mlp, max_rows)
+        return NumpyPolicy(policy, values, flat, mlp, max_rows)
 
     def __call__(
         self, obs: np.ndarray, state: list[np.ndarray]
@@ -171,8 +178,14 @@ class NumpyPolicy:
             hidden = state[0]
         out = self._heads(hidden)
         if self._value_encoder is not None:
-            return out, self._value(self._value_encoder(x))[:, 0], state
-        return out[:, :-1], out[:, -1], state
+            inputs, value = out, self._value(self._value_encoder(x))[:, 0]
+        else:
+            inputs, value = out[:, :-1], out[:, -1]
+        if self._values is None:
+            return inputs, value, state
+        if self._values.dueling:
+            inputs += (value - inputs.mean(1))[:, None]
+        return inputs, inputs.max(1), state
 
 
 class NumpyChoice:
@@ -192,17 +205,25 @@ class NumpyChoice:
         self._log_probs, self._lane = np.empty_like(self._draws), np.arange(max_rows)
 
     @staticmethod
-    def of(action: tuple[Leaf, ...], max_rows: int, seed: int) -> NumpyChoice | None:
+    def of(heads: Heads, max_rows: int, seed: int) -> NumpyChoice | None:
         """None where the action is another than one choice."""
+        if isinstance(heads, ValueHeads):
+            return _NumpyGreedy(heads, max_rows, seed)
+        action = heads.leaves
         return NumpyChoice(action[0], max_rows, seed) if len(action) == 1 and action[0].kind == "discrete" else None  # fmt: skip
 
     def sample(
-        self, inputs: np.ndarray, mask: np.ndarray | None, best: np.ndarray | None
+        self,
+        inputs: np.ndarray,
+        mask: np.ndarray | None,
+        best: np.ndarray | None,
+        slots: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draws by the Gumbel trick.
 
         Args:
             inputs: float32 [B, P]. mask: uint8 [B, P], or None. best: positions whose action is the likeliest one, or None.
+            slots: int64 [B], for a choice that explores by slot.
         Returns: action int64 [B], counted from 0, and its log-probability float32 [B].
         """
         count = len(inputs)
@@ -226,3 +247,39 @@ class NumpyChoice:
         if self._start:
             action = action + self._start
         return {self.name: action.astype(self._dtype, copy=False)}
+
+
+class _NumpyGreedy(NumpyChoice):
+    """The choice of the largest value, but for each slot's share of random ones: `values.ValueHeads`."""
+
+    def __init__(self, heads: ValueHeads, max_rows: int, seed: int) -> None:
+        super().__init__(heads.leaves[0], max_rows, seed)
+        self._epsilon = heads.epsilon.numpy()
+
+    def sample(
+        self,
+        inputs: np.ndarray,
+        mask: np.ndarray | None,
+        best: np.ndarray | None,
+        slots: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        count = len(inputs)
+        draws = self._draws[:count]
+        if mask is not None:
+            inputs = np.where(mask != 0, inputs, np.float32(ILLEGAL))
+        greedy, epsilon = inputs.argmax(1), self._epsilon[slots]
+        if best is not None:
+            epsilon[best] = 0.0
+        explores = self._rng.random(count, np.float32) < epsilon
+        share = (1 - epsilon) + epsilon / inputs.shape[1]
+        action = greedy
+        if mask is not None:
+            share = (1 - epsilon) + epsilon / np.maximum(np.count_nonzero(mask, 1), 1)
+        if explores.any():
+            self._rng.random(dtype=np.float32, out=draws)
+            if mask is not None:
+                draws += 1.0
+                draws *= mask
+            action = np.where(explores, draws.argmax(1), greedy)
+            share -= (1 - epsilon) * (action != greedy)
+        return action, np.log(share, dtype=np.float32)

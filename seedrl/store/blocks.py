@@ -1,8 +1,8 @@
 """Paged rows: storage `[K, L, ...]` per leaf in which each slot fills an open block, row by row.
 
 A full block is followed by the slot's next one, so that an unroll, its burn-in rows and its bootstrap row are row numbers
-(`block * L + offset`), never copies: each observation is stored once. Every block keeps the recurrent state at its first
-row. `BlockStorage` is the memory, which the learner maps too; `Appender` is the engine's side.
+(`block * L + offset`), never copies: each observation is stored once. The recurrent state is kept of every row at which an
+unroll may begin. `BlockStorage` is the memory, which the learner maps too; `Appender` is the engine's side.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def torch_dtype(numpy_name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What a row and a block hold, and how many there are. `states` are per block, the others per row."""
+    """What a row holds, and how many there are: `num_blocks` blocks of the rule's length, each with its states."""
 
     rows: tuple[RowLeaf, ...]
     states: tuple[RowLeaf, ...]
     num_blocks: int
-    block_length: int
+    rule: UnrollRule
 
     @staticmethod
     def of(
         spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]], state_leaves: list[Tensor],
-        num_blocks: int, block_length: int,
+        num_blocks: int, rule: UnrollRule,
     ) -> BlockLayout:  # fmt: skip
         """The columns that follow from the environment's spec, the action heads and a state of batch 1."""
         rows = [
@@ -76,11 +76,11 @@ class BlockLayout:
             RowLeaf(f"state/{i}", leaf.dtype, tuple(leaf.shape[1:]))
             for i, leaf in enumerate(state_leaves)
         ]
-        return BlockLayout(tuple(rows), tuple(states), num_blocks, block_length)
+        return BlockLayout(tuple(rows), tuple(states), num_blocks, rule)
 
     @property
     def num_rows(self) -> int:
-        return self.num_blocks * self.block_length
+        return self.num_blocks * self.rule.block_length
 
     def offsets(self) -> tuple[list[int], int]:
         """Byte offset of each leaf (rows, then states), and the total."""
@@ -92,7 +92,7 @@ class BlockLayout:
 
     def _counted(self) -> list[tuple[RowLeaf, int]]:
         return [(leaf, self.num_rows) for leaf in self.rows] + [
-            (leaf, self.num_blocks) for leaf in self.states
+            (leaf, self.num_blocks * self.rule.states_per_block) for leaf in self.states
         ]
 
     @property
@@ -104,7 +104,7 @@ class BlockLayout:
 
 
 class BlockStorage:
-    """The columns: `rows[name]` [K * L, ...] and `states[i]` [K, ...], as tensors over shared memory.
+    """The columns: `rows[name]` [K * L, ...] and `states[i]` [K * S, ...], as tensors over shared memory.
 
     `arrays` are the same rows for NumPy, whose indexed assignment is what appends on the CPU (docs/design/0004); None elsewhere.
 
@@ -136,9 +136,9 @@ class BlockStorage:
             for name, leaf in self.rows.items():
                 leaf.index_copy_(0, at, columns[name])
 
-    def write_states(self, blocks: np.ndarray, states: list[Tensor], opening: np.ndarray) -> None:
-        """Keeps the states of the batch's rows `opening` as those of the first rows of `blocks`: int64 [n] both."""
-        at, source = torch.from_numpy(blocks).to(self.device), torch.from_numpy(opening)
+    def write_states(self, places: np.ndarray, states: list[Tensor], kept: np.ndarray) -> None:
+        """Keeps the states of the batch's rows `kept` at `places`: int64 [n] both."""
+        at, source = torch.from_numpy(places).to(self.device), torch.from_numpy(kept)
         for store, state in zip(self.states, states, strict=True):
             taken = state.index_select(0, source.to(state.device))
             store.index_copy_(0, at, taken.to(self.device))
@@ -150,15 +150,16 @@ class BlockStorage:
 
 @dataclass(frozen=True)
 class UnrollRule:
-    """How a slot's rows become unrolls: `unroll_length` transitions after up to `burn_in` rows.
+    """How a slot's rows become unrolls: T = `unroll_length` transitions after up to `burn_in` rows, one every `stride` rows.
 
-    Unroll k of a run of rows has its losses on rows kT .. (k+1)T; its first row is max(0, kT - burn_in), whose state must be
-    stored: so the block length divides both.
+    Unroll k of a run of rows has its losses on rows k * stride .. k * stride + T; its first row is max(0, k * stride - burn_in), whose
+    state is stored. Blocks may be of any length.
     """
 
     unroll_length: int
     burn_in: int
     block_length: int
+    stride: int
 
     @property
     def num_rows(self) -> int:
@@ -166,18 +167,38 @@ class UnrollRule:
         return self.burn_in + self.unroll_length + 1
 
     @property
-    def blocks_held(self) -> int:
-        """Blocks that a slot can hold which no finished unroll will give back."""
-        return (self.burn_in + self.unroll_length) // self.block_length + 1
+    def state_every(self) -> int:
+        """Rows of a run from one whose state is stored to the next."""
+        return math.gcd(self.stride, self.burn_in)
 
     @property
-    def blocks_per_unroll(self) -> int:
-        return self.unroll_length // self.block_length
+    def states_per_block(self) -> int:
+        return -(-self.block_length // self.state_every)
+
+    @property
+    def tick(self) -> int:
+        """A block opens, a state is stored and an unroll is completed only by rows whose number in the run this divides."""
+        return math.gcd(self.block_length, self.state_every, self.unroll_length)
+
+    def _blocks_over(self, rows: int) -> int:
+        """The most blocks over which as many rows lie, from one on at which an unroll may begin."""
+        latest = self.block_length - math.gcd(self.block_length, self.state_every)
+        return (latest + rows - 1) // self.block_length + 1
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that a slot can hold which no finished unroll will give back: those of one unroll."""
+        return self._blocks_over(self.num_rows)
+
+    @property
+    def blocks_released(self) -> int:
+        """The most blocks that an unroll reads and the next one does not."""
+        return self._blocks_over(self.stride + 1) - 1
 
     @property
     def blocks_shared(self) -> int:
         """Blocks of the next unroll that a finished one may still read: its bootstrap row's, and its rows as burn-in."""
-        return self.burn_in // self.block_length + 1
+        return self._blocks_over(self.num_rows - self.stride)
 
 
 @dataclass
@@ -187,11 +208,12 @@ class Unrolls:
     index: (
         np.ndarray
     )  # int64 [c, burn_in + T + 1]: rows of the storage; before a run's start its first row repeats
-    state_block: np.ndarray  # int64 [c]: the block whose stored state belongs to the first row
+    state_at: np.ndarray  # int64 [c]: where the state entering the first row is stored
     slots: np.ndarray  # int64 [c]
+    blocks: np.ndarray  # int64 [c, blocks_held]: those it reads; the last one may repeat
     release: (
         np.ndarray
-    )  # int64 [c, T / L]: blocks that nobody needs once this unroll is consumed; -1 is none
+    )  # int64 [c, blocks_released]: those that the next one does not read; -1 is none
 
 
 class Appender:
@@ -214,7 +236,9 @@ class Appender:
         self._count = self._next[:, 1]  # rows of the slot's run so far
         self._pushed = np.zeros(num_slots, np.int64)  # unrolls of the run so far
         self._span = np.arange(rule.num_rows) - rule.burn_in
-        self._release_span = np.arange(rule.blocks_per_unroll)
+        self._block_span = np.arange(rule.blocks_held)
+        self._release_span = np.arange(rule.blocks_released)
+        self._tick, self._always_opens = rule.tick, rule.tick == rule.block_length
 
     def blocks_needed(self, slots: np.ndarray) -> int:
         """New blocks that appending one row to each of `slots` would take."""
@@ -228,18 +252,27 @@ class Appender:
 
         Args: slots, workers int64 [B]: slots, and the number of the worker that each belongs to.
         """
-        counts, unroll = self._count[slots], self.rule.unroll_length
+        counts, shortest, stride = self._count[slots], self.rule.unroll_length + 1, self.rule.stride
         of, worker = np.unique(workers, return_inverse=True)
         furthest = np.zeros(of.size, np.int64)
         np.maximum.at(furthest, worker, counts)
-        goal = np.where(furthest > 0, -((1 - furthest) // unroll) * unroll + 1, 0)
+        further = -(np.minimum(shortest - furthest, 0) // stride)
+        goal = np.where(furthest > 1, shortest + further * stride, furthest)
         return counts < goal[worker]
 
     def full(self, slots: np.ndarray) -> np.ndarray:
         """Which of `slots`, int64 [B], have just filled an unroll, bootstrap row included: bool [B]."""
-        counts, unroll = self._count[slots], self.rule.unroll_length
-        out: np.ndarray = (counts % unroll == 1 % unroll) & (counts > unroll)
+        return self._completes(self._count[slots])
+
+    def _completes(self, counts: np.ndarray) -> np.ndarray:
+        """Whether runs of so many rows, int64 [n], have just filled an unroll: bool [n]."""
+        more = counts - self.rule.unroll_length - 1
+        out: np.ndarray = (more % self.rule.stride == 0) & (more >= 0)
         return out
+
+    def completing(self, slots: np.ndarray) -> int:
+        """Unrolls that appending one row to each of `slots` would complete."""
+        return int(np.count_nonzero(self._completes(self._count[slots] + 1)))
 
     def append(self, slots: np.ndarray, columns: Columns, states: list[Tensor]) -> Unrolls | None:
         """Appends one row to each slot.
@@ -250,39 +283,60 @@ class Appender:
             states: leaves [B, ...] of the state entering the rows.
         Returns: the unrolls completed, or None. The caller has seen to it that blocks are free.
         """
-        length, following = self.rule.block_length, self._next[slots]
+        following = self._next[slots]
         rows, counts = following[:, 0], following[:, 1]
-        opening = (counts % length == 0).nonzero()[0]
-        if opening.size:
-            blocks = np.array([self.free.pop() for _ in range(opening.size)], np.int64)
-            owners = slots[opening]
-            self._chain[owners, (counts[opening] // length) % self._ring] = blocks
-            rows[opening] = blocks * length
+        ticking = (counts % self._tick == 0).nonzero()[0]
+        if ticking.size:
+            self._open(slots, rows, counts, ticking)
             if states:
-                self.storage.write_states(blocks, states, opening)
+                self._keep_states(rows, counts, ticking, states)
         self.storage.write(rows, columns)
         following += 1
         self._next[slots] = following
-        if not opening.size:  # an unroll ends with the row that opens the next one's first block
+        if not ticking.size:
             return None
-        counts, unroll = counts[opening], self.rule.unroll_length
-        done = np.flatnonzero((counts % unroll == 1 % unroll) & (counts > unroll))
-        return self._complete(owners[done]) if done.size else None
+        done = ticking[self._completes(counts[ticking])]
+        return self._complete(slots[done]) if done.size else None
+
+    def _open(
+        self, slots: np.ndarray, rows: np.ndarray, counts: np.ndarray, ticking: np.ndarray
+    ) -> None:
+        """A new block for each slot whose last one is full: `rows` is where its next row goes."""
+        length = self.rule.block_length
+        opening = ticking if self._always_opens else ticking[counts[ticking] % length == 0]
+        if opening.size:
+            blocks = np.array([self.free.pop() for _ in range(opening.size)], np.int64)
+            self._chain[slots[opening], (counts[opening] // length) % self._ring] = blocks
+            rows[opening] = blocks * length
+
+    def _keep_states(
+        self, rows: np.ndarray, counts: np.ndarray, ticking: np.ndarray, states: list[Tensor]
+    ) -> None:
+        kept = ticking[counts[ticking] % self.rule.state_every == 0]
+        if kept.size:
+            self.storage.write_states(self._state_places(rows[kept]), states, kept)
+
+    def _state_places(self, rows: np.ndarray) -> np.ndarray:
+        """Where the states entering rows of the storage are stored: a block's are so far apart that none shares its place."""
+        rule = self.rule
+        block, offset = np.divmod(rows, rule.block_length)
+        places: np.ndarray = block * rule.states_per_block + offset // rule.state_every
+        return places
 
     def _complete(self, slots: np.ndarray) -> Unrolls:
         rule, length = self.rule, self.rule.block_length
-        begin = self._pushed[slots] * rule.unroll_length  # first row with a loss
+        begin = self._pushed[slots] * rule.stride  # first row with a loss
         rows = np.maximum(begin[:, None] + self._span, 0)  # [c, R]
         lane = slots[:, None]
         index = self._chain[lane, (rows // length) % self._ring] * length + rows % length
-        first_block = rows[:, 0] // length
-        state_block = self._chain[slots, first_block % self._ring]
+        low, high = rows[:, 0, None] // length, rows[:, -1, None] // length
+        blocks = self._chain[lane, np.minimum(low + self._block_span, high) % self._ring]
         # once this unroll is consumed, nothing before the next one's first row is needed
-        low = (begin - rule.burn_in) // length
-        number = low[:, None] + self._release_span
-        release = np.where(number >= 0, self._chain[lane, number % self._ring], -1)
+        next_low = np.maximum(begin + rule.stride - rule.burn_in, 0)[:, None] // length
+        number = low + self._release_span
+        release = np.where(number < next_low, self._chain[lane, number % self._ring], -1)
         self._pushed[slots] += 1
-        return Unrolls(index, state_block, slots.copy(), release)
+        return Unrolls(index, self._state_places(index[:, 0]), slots.copy(), blocks, release)
 
     def discard(self, slots: np.ndarray) -> tuple[int, list[tuple[int, list[int]]]]:
         """Ends the runs of `slots`: the rows of their unfinished unrolls are dropped.
@@ -293,15 +347,11 @@ class Appender:
         rule, length = self.rule, self.rule.block_length
         dropped, shared = 0, []
         for slot in slots.tolist():  # once a lease, not once a step
-            count, begin = int(self._count[slot]), int(self._pushed[slot]) * rule.unroll_length
+            count, begin = int(self._count[slot]), int(self._pushed[slot]) * rule.stride
             dropped += count - begin
-            low, bootstrap, high = (
-                max(0, begin - rule.burn_in) // length,
-                begin // length,
-                -(-count // length),
-            )
-            if begin == 0:
-                bootstrap = -1
+            low, high = max(0, begin - rule.burn_in) // length, -(-count // length)
+            # the bootstrap row's, beyond which no unroll reads
+            bootstrap = (begin - rule.stride + rule.unroll_length) // length if begin else -1
             blocks = {
                 number: int(self._chain[slot, number % self._ring]) for number in range(low, high)
             }

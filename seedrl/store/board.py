@@ -22,7 +22,7 @@ from seedrl.metrics import Histogram
 
 COUNTERS = (
     "acting", "batches", "rows_acted", "rows_stored", "env_steps", "evaluation_rows", "episodes_head", "interrupted_episodes",
-    "dropped_worker_died", "dropped_detached", "dropped_shutdown", "blocked_room_ns", "blocked_lag_ns",
+    "dropped_worker_died", "dropped_detached", "dropped_shutdown", "blocked_room_ns", "blocked_ratio_ns", "blocked_lag_ns",
     "fired_full", "fired_all_ready", "fired_wait", "fired_hard_deadline", "live_slots", "unfinished_groups", "policy_version",
     "asks_head",
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
     checkpoints/step-000000123/     named by the learner's updates; -1, -2 follow on a repeated one
         weights.safetensors         the policy's state_dict: a file of its own, for other programs
-        training.safetensors        optimizer/PARAMETER.KEY and random/GENERATOR (uint8)
+        training.safetensors        optimizer/PARAMETER.KEY, random/GENERATOR (uint8) and algorithm/TENSOR
         checkpoint.json             format | counters | optimizer (groups, class) | config | spec
                                     | files {name: {bytes, sha256}} | checksum of all the rest
 
@@ -48,7 +48,7 @@ class Checkpoint:
 
     weights: the policy's state_dict. optimizer, optimizer_about: of `optimizer_state_to_tensors`.
     counters: whole numbers; `updates`, also the schedule's position, names the directory.
-    random: states of torch's generators, uint8. config, spec: plain values.
+    random: states of torch's generators, uint8. algorithm: tensors of its own, a target network, say. config, spec: plain values.
     path, skipped: set by `load_checkpoint`: where it lay; which newer ones were torn, and how.
     """
 
@@ -57,6 +57,7 @@ class Checkpoint:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     optimizer_about: dict[str, Any] = field(default_factory=dict)
     random: dict[str, Tensor] = field(default_factory=dict)
+    algorithm: dict[str, Tensor] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
@@ -70,6 +71,7 @@ class Checkpoint:
         spec: EnvSpec,
         *,
         counters: dict[str, Any],
+        algorithm: dict[str, Tensor] | None = None,
     ) -> Checkpoint:
         """A learner's state now, with torch's random state; it shares the live tensors' memory."""
         tensors, about = optimizer_state_to_tensors(optimizer)
@@ -79,6 +81,7 @@ class Checkpoint:
             optimizer=tensors,
             optimizer_about=about,
             random={name: generator.get_state() for name, generator in _generators().items()},
+            algorithm=algorithm or {},
             config=config.model_dump(mode="json"),
             spec=spec.to_dict(),
         )
@@ -115,6 +118,18 @@ class Checkpoint:
         for name, tensor in state.items():
             tensor.copy_(self.weights[name])
 
+    def load_algorithm(self, tensors: dict[str, Tensor]) -> None:
+        """Copies what the algorithm kept into its tensors. Raises: CheckpointError with those that differ."""
+        lines = differences(entries_of(tensors), entries_of(self.algorithm))
+        if lines:
+            raise CheckpointError(
+                what=_listed("checkpoint of another algorithm", lines),
+                where=str(self.path or "checkpoint"),
+                do="use the algorithm section of the run that wrote it (config.yaml in its directory)",
+            )
+        for name, tensor in tensors.items():
+            tensor.copy_(self.algorithm[name])
+
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings the optimiser and torch's random generators to where the run stopped.
 
@@ -139,6 +154,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int) -> Path:
     unfinished.mkdir()
     training = {f"optimizer/{name}": tensor for name, tensor in checkpoint.optimizer.items()}
     training |= {f"random/{name}": tensor for name, tensor in checkpoint.random.items()}
+    training |= {f"algorithm/{name}": tensor for name, tensor in checkpoint.algorithm.items()}
     files = {}
     for name, tensors in ((_WEIGHTS, checkpoint.weights), (_TRAINING, training)):
         content = safetensors.torch.save({key: _on_host(value) for key, value in tensors.items()})
@@ -295,9 +311,9 @@ def _read(path: Path) -> Checkpoint:
     weights, training = (
         _read_tensors(path / name, about["files"][name]) for name in (_WEIGHTS, _TRAINING)
     )
-    optimizer, random = (
+    optimizer, random, algorithm = (
         {name.removeprefix(prefix): t for name, t in training.items() if name.startswith(prefix)}
-        for prefix in ("optimizer/", "random/")
+        for prefix in ("optimizer/", "random/", "algorithm/")
     )
     return Checkpoint(
         weights=weights,
@@ -305,6 +321,7 @@ def _read(path: Path) -> Checkpoint:
         optimizer=optimizer,
         optimizer_about=about["optimizer"],
         random=random,
+        algorithm=algorithm,
         config=about["config"],
         spec=about["spec"],
         path=path,

@@ -1,28 +1,39 @@
-"""The store's sizes, as engine and learner each derive them from the same configuration."""
+"""The store's sizes and rules, as engine and learner each derive them from the same configuration, and their two ends of it."""
 
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from seedrl.config import Config
+from seedrl.config import Config, Replay
 from seedrl.errors import ConfigError
 from seedrl.spec import EnvSpec
-from seedrl.store.blocks import BlockLayout, UnrollRule
-from seedrl.store.replay import QueueLayout, queue_blocks
+from seedrl.store.batch import Gather
+from seedrl.store.blocks import BlockLayout, BlockStorage, UnrollRule
+from seedrl.store.limiter import Limiter
+from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
+from seedrl.store.replay import ReplayLayout, ReplayReader, ReplayWriter
+from seedrl.store.ring import RingReader, RingWriter
+from seedrl.store.selectors import Prioritized, Recent, Selector, Uniform
+from seedrl.store.state import State
 
 _QUEUED_BATCHES = 2  # by default: one that is learnt from, one that fills; more would only be older
+_SHORT_BLOCK = 16  # rows; shorter blocks cost more than they save, unless unrolls are as short
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What is allocated: blocks, the queue's control memory; the bound on lag, if any; and whether all slots fill an unroll, then wait."""
+    """What is allocated: blocks and control memory; the bound on lag, if any; and whether all slots fill an unroll, then wait."""
 
     blocks: BlockLayout
-    queue: QueueLayout
+    control: ReplayLayout
+    limiter: Limiter
+    replay: Replay
+    seed: int
     max_lag: int | None
     iterations: bool
 
@@ -31,27 +42,116 @@ class StorePlan:
         config: Config, spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]],
         state_leaves: list[Tensor], num_slots: int,
     ) -> StorePlan:  # fmt: skip
-        """Raises ConfigError when replay.capacity is so small that engine and learner would wait for each other."""
-        unroll, burn_in = config.learner.unroll_length, config.learner.burn_in
-        length = config.replay.block_length or math.gcd(unroll, burn_in)
-        rule = UnrollRule(unroll, burn_in, length)
-        fewest = queue_blocks(rule, num_slots, config.learner.batch_size)
-        num_blocks = (
-            fewest + (_QUEUED_BATCHES - 1) * config.learner.batch_size * rule.blocks_per_unroll
-        )
-        if config.replay.capacity is not None:
-            num_blocks = config.replay.capacity // length
-            if num_blocks < fewest:
-                raise ConfigError(
-                    what=f"replay.capacity {config.replay.capacity} rows would stop actors and learner for ever",
-                    where="replay.capacity",
-                    do=f"set at least {fewest * length} rows ({num_slots} slots, unrolls of {unroll}, batches of "
-                    f"{config.learner.batch_size}), or leave it out",
-                )
+        """Raises ConfigError when replay.capacity is so small that engine and learner would wait for each other, or hold no batch."""
+        rule, ring = unroll_rule(config), config.replay.mode != "queue"
+        num_blocks = (_ring_blocks if ring else _queue_blocks)(config, rule, num_slots)
         max_lag = config.replay.max_lag
-        if max_lag is None and config.run.deterministic:
+        if max_lag is None and config.run.deterministic and not ring:
             max_lag = 1
-        blocks = BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, length)
         return StorePlan(
-            blocks, QueueLayout(rule, num_blocks, num_slots), max_lag, config.algorithm.iterates
+            BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule),
+            ReplayLayout(rule, num_blocks, num_slots, ring), _limiter(config, num_slots),
+            config.replay, config.run.seed, max_lag, config.algorithm.iterates,
+        )  # fmt: skip
+
+    @property
+    def admission(self) -> int | None:
+        """The lag at which acting stops: rows of a ring are not made for one learner's step, and are dropped when they are drawn."""
+        return None if self.control.ring else self.max_lag
+
+    def writer(self, storage: BlockStorage, memory: mmap.mmap, learner_bell: int) -> ReplayWriter:
+        """The engine's end. Args: memory: the control's."""
+        if self.control.ring:
+            return RingWriter(storage, self.control, memory, learner_bell, limiter=self.limiter)
+        return QueueWriter(storage, self.control, memory, learner_bell)
+
+    def reader(
+        self,
+        storage: BlockStorage,
+        memory: mmap.mmap,
+        bell: int,
+        engine_bell: int,
+        state_like: State,
+    ) -> ReplayReader:
+        """The learner's end."""
+        gather = Gather(storage, state_like, self.replay.cross_episodes)
+        ends = (storage, self.control, memory, bell, engine_bell, gather)
+        if self.control.ring:
+            return RingReader(
+                *ends, self.max_lag, selector=self._selector(), limiter=self.limiter, max_uses=self._max_uses
+            )  # fmt: skip
+        # an iteration's first rows are the bootstrap rows of the one before
+        return QueueReader(*ends, 1 if self.iterations else self.max_lag)
+
+    @property
+    def _max_uses(self) -> int | None:
+        uses = self.replay.max_uses
+        return 1 if uses is None and self.replay.mode == "recent" else uses
+
+    def _selector(self) -> Selector:
+        replay, capacity = self.replay, self.control.capacity
+        if replay.mode == "recent":
+            return Recent(capacity)
+        if replay.mode == "prioritized":
+            return Prioritized(
+                capacity, self.seed, replay.priority_exponent, replay.importance_exponent,
+                replay.weights_over == "store",
+            )  # fmt: skip
+        if self._max_uses is not None:  # those used up are not even tried
+            return Prioritized(capacity, self.seed, 0.0, 0.0, False)
+        return Uniform(self.seed)
+
+
+def unroll_rule(config: Config) -> UnrollRule:
+    learner = config.learner
+    stride = learner.stride or learner.unroll_length
+    common = math.gcd(learner.unroll_length, learner.burn_in, stride)
+    default = common if config.replay.mode == "queue" else max(common, _SHORT_BLOCK)
+    return UnrollRule(
+        learner.unroll_length, learner.burn_in, config.replay.block_length or default, stride
+    )
+
+
+def _queue_blocks(config: Config, rule: UnrollRule, num_slots: int) -> int:
+    batch_size, capacity = config.learner.batch_size, config.replay.capacity
+    fewest = queue_blocks(rule, num_slots, batch_size)
+    if capacity is None:
+        return fewest + (_QUEUED_BATCHES - 1) * batch_size * rule.blocks_released
+    if capacity // rule.block_length < fewest:
+        raise ConfigError(
+            what=f"replay.capacity {capacity} rows would stop actors and learner for ever",
+            where="replay.capacity",
+            do=f"set at least {fewest * rule.block_length} rows ({num_slots} slots, unrolls of {rule.unroll_length}, batches of "
+            f"{batch_size}), or leave it out",
         )
+    return capacity // rule.block_length
+
+
+def _ring_blocks(config: Config, rule: UnrollRule, num_slots: int) -> int:
+    """Those of every slot's open unrolls come on top of the capacity."""
+    capacity, open_blocks = config.replay.capacity, num_slots * rule.blocks_held
+    assert capacity is not None, "contradictions() asks for one"
+    fewest = max(rule.num_rows, (config.replay.min_fill or 0) + rule.num_rows)
+    if capacity < fewest:
+        raise ConfigError(
+            what=f"replay.capacity {capacity} rows is less than {fewest}: an unroll of {rule.num_rows} rows, and replay.min_fill",
+            where="replay.capacity", do=f"set at least {fewest}, or lower learner.unroll_length, learner.burn_in or replay.min_fill",
+        )  # fmt: skip
+    return open_blocks + -(-capacity // rule.block_length)
+
+
+def _limiter(config: Config, num_slots: int) -> Limiter:
+    replay, batch_size = config.replay, config.learner.batch_size
+    stride = config.learner.stride or config.learner.unroll_length
+    ratio, tolerance = replay.samples_per_insert, replay.ratio_tolerance
+    if ratio is not None:
+        fewest = Limiter.fewest_tolerance(ratio, batch_size, num_slots)
+        if tolerance is None:
+            tolerance = 2 * fewest
+        elif tolerance < fewest:
+            raise ConfigError(
+                what=f"replay.ratio_tolerance {tolerance:g} draws would stop actors and learner for ever: a batch is {batch_size} draws, and "
+                f"{num_slots} environments may complete {num_slots} unrolls at once",
+                where="replay.ratio_tolerance, replay.samples_per_insert", do=f"set at least {fewest:g}, or leave it out",
+            )  # fmt: skip
+    return Limiter(ratio, tolerance or 0.0, max(1, -(-(replay.min_fill or 0) // stride)))

@@ -34,6 +34,12 @@ class SumTree:
         found: np.ndarray = self._nodes[self._leaves + places]
         return found
 
+    def smallest(self) -> float:
+        """The least priority above 0, 0 when there is none: looks at every place."""
+        leaves = self._nodes[self._leaves :]
+        above = leaves[leaves > 0]
+        return float(above.min()) if above.size else 0.0
+
     def set(self, places: np.ndarray, priorities: np.ndarray) -> None:
         """Gives places int64 [n] the priorities float [n]; where a place stands twice, the last counts.
 

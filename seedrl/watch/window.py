@@ -101,7 +101,7 @@ class Window:
         in_engine = sum(means[f"{stage}_ns"] for stage in STAGES if stage != "append")
         around = means["rtt_ns"] + means["env_step_ns"]
         transport = max(0.0, means["rtt_ns"] - in_engine) / around if around else 0.0
-        held = (count["blocked_room_ns"] + count["blocked_lag_ns"]) / window_ns
+        held = sum(count[f"blocked_{why}_ns"] for why in ("room", "ratio", "lag")) / window_ns
         return Shares(min(held, 1.0), min(engine, 1.0), min(inside, 1.0), transport)
 
 

@@ -245,8 +245,8 @@ class _Full:
     def full(self, slots: np.ndarray) -> np.ndarray:
         return self.is_full[slots]
 
-    def room_for(self, slots: np.ndarray) -> bool:
-        return True
+    def held_back(self, slots: np.ndarray) -> None:
+        return None
 
     def append(self, slots: np.ndarray, columns: object, states: object) -> int:
         return 0

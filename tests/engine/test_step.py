@@ -47,11 +47,12 @@ def build(spec: EnvSpec, core: str, apart: bool) -> tuple[PolicyStep, Slab, Bloc
     heads = Heads(spec.action, "squashed")
     slab = a_slab(spec)
     step = PolicyStep(policy, heads, slab, SLOTS, 5, True, CPU, CPU, apart)
-    layout = BlockLayout.of(spec, heads.stored_specs(), state_leaves(policy), 40, 4)
+    rule = UnrollRule(4, 0, 4, 4)
+    layout = BlockLayout.of(spec, heads.stored_specs(), state_leaves(policy), 40, rule)
     storage = BlockStorage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
     if apart:
         storage.arrays = None
-    return step, slab, storage, Appender(storage, SLOTS, UnrollRule(4, 0, 4))
+    return step, slab, storage, Appender(storage, SLOTS, rule)
 
 
 @pytest.mark.parametrize("core", ["none", "lstm"])

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from batches import a_batch, a_ppo
 from seedrl.config import Algorithm
-from seedrl.learn.algorithm import columns
 from seedrl.learn.ppo import PPO, Targets, ppo_loss
-from seedrl.store.replay import Batch
+from seedrl.store.batch import Batch
 
 CASES = json.loads((Path(__file__).parents[1] / "cases" / "algorithms.json").read_text())
 GAE = {case["name"]: case for case in CASES["families"]["gae"]}
@@ -184,7 +183,7 @@ def test_minibatches_of_a_recurrent_policy_are_whole_unrolls_with_their_states()
     for _, values, _, _, part in ppo._of_unrolls(batch, ppo.targets(batch)):
         assert values.shape == (8, 3)
         torch.testing.assert_close(values, part.values, rtol=1e-5, atol=1e-5)
-    some = columns(batch, torch.tensor([4, 1]))
+    some = batch.columns(torch.tensor([4, 1]))
     torch.testing.assert_close(some.state[1], states[1][[4, 1]])
     assert torch.equal(some.reward, batch.reward[:, [4, 1]]) and some.slots.tolist() == [4, 1]
 

@@ -9,7 +9,7 @@ import pytest
 from harness import Harness
 from ledger import Ledger, config_of
 from runs import newest, play, records, seedrl
-from seedrl.store.replay import Batch
+from seedrl.store.batch import Batch
 
 UNROLL, ENVS = 20, 24
 
@@ -61,13 +61,13 @@ def test_CartPole_gets_better_by_both_ways_of_ppo(tmp_path: Path) -> None:
     for synchronous in (True, False):
         result = play(
             tmp_path / str(synchronous), "CartPole-v1", algorithm={"name": "ppo", "synchronous": synchronous},
-            learner={"batch_size": 8, "unroll_length": 32}, run={"max_seconds": 8.0},
+            learner={"batch_size": 8, "unroll_length": 32, "learning_rate": 1e-3}, run={"max_seconds": 60.0, "stop_at_return": 70.0},
         )  # fmt: skip
         # a stop ends the iteration that it comes into
         steps = [record.get("optimizer_steps", 0) for record in records(result.run_dir)]
         assert max(steps) == 16
         assert not synchronous or newest(result.run_dir, "lag_max") == 1
-        assert newest(result.run_dir, "return_mean") > 60, "a random policy's is 22"
+        assert newest(result.run_dir, "return_mean") >= 70, "a random policy's is 22"
 
 
 def test_environments_that_come_and_go_are_refused_for_synchronous_iterations(tmp_path: Path) -> None:  # fmt: skip

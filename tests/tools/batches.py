@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from seedrl.learn.algorithm import Network
 from seedrl.learn.ppo import PPO
 from seedrl.policy.base import Heads, make_policy
 from seedrl.spec import EnvSpec, Leaf
-from seedrl.store.replay import Batch
+from seedrl.store.batch import Batch
 
 ACTIONS = 3
 
@@ -52,4 +53,5 @@ def a_batch(rows: int, unrolls: int, seed: int = 0, state: Any = ()) -> Batch:
         terminated=terminated & ~first, truncated=truncated & ~first, first=first, interrupted=nothing,
         log_prob=-torch.rand(rows, unrolls, generator=generator) - 0.7, value=normal(),
         version=torch.full((rows, unrolls), 5), state=state, slots=torch.arange(unrolls),
+        items=np.arange(unrolls), weights=None,
     )  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 from seedrl.config import Config
 from seedrl.learn.loop import open_store
 from seedrl.listen import Listen
-from seedrl.policy.base import make_policy
-from seedrl.store.replay import Batch
+from seedrl.policy.agent import make_agent
+from seedrl.store.batch import Batch
 from seedrl.supervise import Supervisor
 from seedrl.transport.slab import Phase
 from seedrl.worker.envs import probe_spec
@@ -35,7 +35,7 @@ class Harness(Supervisor):
         self._learner_ready = True
 
     def _hand_store_to_learner(self, ready: dict[str, Any], fds: list[int]) -> None:
-        self.policy = make_policy(self.config.policy, self.spec)
+        self.policy, _ = make_agent(self.config, self.spec)
         self.reader, self.publisher = open_store(
             self.config, self.spec, self.policy, self.layout.num_slots, ready, fds, self._learner_bell, self._bell
         )  # fmt: skip

@@ -1,0 +1,18 @@
+"""The policy that a configuration asks for, and the heads that turn its numbers into actions."""
+
+from __future__ import annotations
+
+from seedrl.config import Config
+from seedrl.policy.base import Heads, Policy, make_policy
+from seedrl.policy.values import ActionValues, ValueHeads, epsilon_ladder
+from seedrl.spec import EnvSpec
+
+
+def make_agent(config: Config, spec: EnvSpec, num_slots: int = 1) -> tuple[Policy, Heads]:
+    """Args: num_slots: over which exploration is spread. Raises: ConfigError, of `make_policy`, and for an action that cannot be valued."""
+    policy, algorithm = make_policy(config.policy, spec), config.algorithm
+    if not algorithm.values_actions:
+        return policy, Heads(spec.action, config.policy.action_distribution)
+    epsilon = epsilon_ladder(algorithm.epsilon, algorithm.epsilon_exponent, num_slots)
+    heads = ValueHeads(spec.action, epsilon, algorithm.name)
+    return ActionValues(policy, algorithm.dueling), heads

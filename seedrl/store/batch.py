@@ -1,0 +1,131 @@
+"""A batch of unrolls, and how it is gathered from the rows that the store keeps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seedrl.store.blocks import BlockStorage
+from seedrl.store.state import State, leaves, rebuild
+
+
+class Batch(NamedTuple):
+    """`B` unrolls of `R = burn_in + T + 1` rows, time first, on the store's device. Row k's reward and flags are of the step
+    that led to it.
+
+    obs[leaf] [R, B, ...] in the environment's dtype; mask uint8 [R, B, M] or None; actions[leaf] [R, B, ...] as stored;
+    reward, log_prob, value float32 [R, B]; terminated, truncated, first, interrupted bool [R, B]; version int64 [R, B];
+    state: the policy's, each leaf [B, ...], entering row 0; slots int64 [B].
+    items: int64 [B] of the host, by which priorities are given back; weights float32 [B], that correct for drawing by priority, or None.
+    """
+
+    obs: dict[str, Tensor]
+    mask: Tensor | None
+    actions: dict[str, Tensor]
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    first: Tensor
+    interrupted: Tensor
+    log_prob: Tensor
+    value: Tensor
+    version: Tensor
+    state: State
+    slots: Tensor
+    items: np.ndarray
+    weights: Tensor | None
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device; itself where it lies there already."""
+        if self.reward.device == device:
+            return self
+
+        def moved(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return part.to(device)
+            if isinstance(part, dict):
+                return {name: leaf.to(device) for name, leaf in part.items()}
+            return part
+
+        state = rebuild(self.state, [leaf.to(device) for leaf in leaves(self.state)])
+        return Batch(*map(moved, self))._replace(state=state)
+
+    def columns(self, index: Tensor) -> Batch:
+        """The unrolls `index`, int64 [b]."""
+
+        def taken(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return part.index_select(0 if part.dim() == 1 else 1, index)
+            if isinstance(part, dict):
+                return {name: taken(leaf) for name, leaf in part.items()}
+            return part[index.cpu().numpy()] if isinstance(part, np.ndarray) else part
+
+        state = rebuild(self.state, [leaf.index_select(0, index) for leaf in leaves(self.state)])
+        return Batch(*map(taken, self._replace(state=None)))._replace(state=state)
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """One batch of the unrolls of all, in their order."""
+    if len(batches) == 1:
+        return batches[0]
+
+    def together(parts: tuple[Any, ...]) -> Any:
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts, 0 if parts[0].dim() == 1 else 1)
+        if isinstance(parts[0], dict):
+            return {name: together(tuple(part[name] for part in parts)) for name in parts[0]}
+        return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else None
+
+    states = zip(*(leaves(batch.state) for batch in batches), strict=True)
+    state = rebuild(batches[0].state, [torch.cat(leaf) for leaf in states])
+    bare = [batch._replace(state=None) for batch in batches]
+    return Batch(*map(together, zip(*bare, strict=True)))._replace(state=state)
+
+
+class Gather:
+    """Copies unrolls out of the storage, once.
+
+    Args: state_like: a state of batch 1, for the nest of `Batch.state`.
+        cross_episodes: False marks all rows behind an unroll's first end of an episode as `first`, so that nothing is learnt from them.
+    """
+
+    def __init__(
+        self, storage: BlockStorage, state_like: State, cross_episodes: bool = True
+    ) -> None:
+        self._storage, self._like, self._cross = storage, state_like, cross_episodes
+        self._obs = [name for name in storage.rows if name.startswith("obs/")]
+        self._actions = [name for name in storage.rows if name.startswith("action/")]
+
+    def __call__(
+        self, rows: np.ndarray, state_at: np.ndarray, slots: np.ndarray, items: np.ndarray
+    ) -> Batch:
+        """The unrolls of rows int64 [B, R], with their states' places, slots and numbers: int64 [B] each."""
+        device, stored = self._storage.device, self._storage.rows
+        columns, length = rows.shape
+        flat = torch.from_numpy(np.ascontiguousarray(rows.T).reshape(-1)).to(device)
+
+        def take(name: str) -> Tensor:
+            leaf = stored[name]
+            return leaf.index_select(0, flat).view(length, columns, *leaf.shape[1:])
+
+        places = torch.from_numpy(state_at).to(device)
+        state = rebuild(self._like, [leaf.index_select(0, places) for leaf in self._storage.states])
+        flags = take("flags").bool()
+        first = flags[..., 2]
+        if not self._cross:
+            first = first.clone()
+            first[1:] |= first[1:].cumsum(0) > 0
+        batch = Batch(
+            obs={name[4:]: take(name) for name in self._obs},
+            mask=take("mask") if "mask" in stored else None,
+            actions={name[7:]: take(name) for name in self._actions},
+            reward=take("reward"),
+            terminated=flags[..., 0], truncated=flags[..., 1], first=first, interrupted=flags[..., 3],
+            log_prob=take("log_prob"), value=take("value"), version=take("version"),
+            state=state, slots=torch.from_numpy(slots).to(device), items=items, weights=None,
+        )  # fmt: skip
+        self._storage.finish()
+        return batch

@@ -1,0 +1,311 @@
+"""Rows that are kept until newer ones need the room, and drawn as often as wished: uniformly, by priority, the newest first.
+
+Inserting never waits for a reader. The writer fills the block that was let go of longest ago, and first gives it its next generation;
+the reader looks at the generations of an unroll's blocks before and after it gathers, and draws again where one has changed.
+Announcements are a ring of their own in which the reader never moves anything: an unroll's number says where it stands there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from seedrl.errors import ConfigError
+from seedrl.store.batch import Batch, joined
+from seedrl.store.blocks import Unrolls
+from seedrl.store.limiter import Limiter
+from seedrl.store.replay import (
+    ITEMS_HEAD,
+    LEARNED_ROWS,
+    SAMPLED,
+    STALE_ROWS,
+    VERSION,
+    WANTED,
+    ReplayReader,
+    ReplayWriter,
+)
+from seedrl.store.selectors import Selector
+
+_CHUNK = 256  # unrolls looked at for what is gone, at a time
+_TRIES = 100  # of a batch, before the learner waits for new unrolls
+
+
+class RingWriter(ReplayWriter):
+    """Room is made by the oldest rows; the ratio of draws to inserts may hold back."""
+
+    def __init__(self, *arguments: Any, limiter: Limiter) -> None:
+        super().__init__(*arguments)
+        self._limiter = limiter
+        # blocks that are not written any more, oldest first: a ring of which each block is in at most once
+        self._retired = np.zeros(self._layout.num_blocks, np.int64)
+        self._retired_head = self._retired_tail = 0
+
+    def held_back(self, slots: np.ndarray) -> str | None:
+        appender = self._appender
+        if self._limiter.ratio is not None:
+            sampled = int(self._control.learner[SAMPLED])
+            if not self._limiter.may_insert(self.unrolls, sampled, appender.completing(slots)):
+                return "ratio"
+        if len(appender.free) < slots.size:
+            self._make_room(appender.blocks_needed(slots) - len(appender.free))
+        return None
+
+    def _make_room(self, count: int) -> None:
+        if count > 0:
+            tail = self._retired_tail
+            assert count <= self._retired_head - tail, "the plan has blocks for all open unrolls"
+            blocks = self._retired[np.arange(tail, tail + count) % self._retired.size]
+            self._retired_tail = tail + count
+            self._control.blocks[blocks] += 1  # before anything is written there
+            self._appender.free += blocks.tolist()
+
+    def _retire(self, blocks: np.ndarray) -> None:
+        head = self._retired_head
+        self._retired[np.arange(head, head + blocks.size) % self._retired.size] = blocks
+        self._retired_head = head + blocks.size
+
+    def _announce(self, at: np.ndarray, done: Unrolls) -> None:
+        count = done.blocks.shape[1]
+        self._control.more[at, :count] = done.blocks
+        self._control.more[at, count:] = self._control.blocks[done.blocks]
+        self._retire(done.release[done.release >= 0])
+
+    def discard(self, slots: np.ndarray) -> int:
+        dropped, shared = self._appender.discard(slots)
+        for _, blocks in shared:
+            self._retire(np.array(blocks, np.int64))
+        return dropped
+
+
+class _Entries(NamedTuple):
+    """What was announced of some unrolls."""
+
+    numbers: np.ndarray  # int64 [n]
+    rows: np.ndarray  # int64 [n, R]
+    state_at: np.ndarray
+    slots: np.ndarray
+    blocks: np.ndarray  # int64 [n, k]
+    generations: np.ndarray  # int64 [n, k]
+
+
+class RingReader(ReplayReader):
+    """`sample` draws by the selector, as often as the limiter allows.
+
+    Args: max_uses: draws of each unroll, after which it is gone; None: any number.
+    """
+
+    def __init__(
+        self, *arguments: Any, selector: Selector, limiter: Limiter, max_uses: int | None = None,
+        **keywords: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*arguments, **keywords)
+        self.selector, self.limiter, self._max_uses = selector, limiter, max_uses
+        capacity = self._layout.capacity
+        self._uses = np.zeros(capacity, np.int64)
+        self._oldest_version = np.zeros(capacity, np.int64)
+        self._tail = self._seen = 0  # numbers from the one up to the other may be drawn
+        self.redrawn = self.dropped_priorities = self.missed = 0
+
+    # ------------------------------------------------------------------------------------------------------- drawing
+
+    def _attempt(self, batch_size: int) -> tuple[Batch | None, str | None]:
+        self._take_in()
+        reason = self._held_by(batch_size)
+        if reason is not None:
+            return None, reason
+        pieces, weights, lacking = [], [], batch_size
+        for _ in range(_TRIES):
+            entries, weight = self._usable(lacking)
+            if entries is None:
+                break
+            if not entries.numbers.size:
+                continue
+            batch = self._gather(entries.rows, entries.state_at, entries.slots, entries.numbers)
+            whole = self._whole(entries)
+            if not whole.all():
+                self.redrawn += int(np.count_nonzero(~whole))
+                kept = np.flatnonzero(whole)
+                batch = batch.columns(torch.from_numpy(kept).to(batch.reward.device))
+                weight = None if weight is None else weight[kept]
+            self._use(batch.items)
+            pieces.append(batch)
+            if weight is not None:
+                weights.append(weight)
+            lacking -= len(batch.items)
+            if not lacking:
+                return self._counted(joined(pieces), weights), None
+        for piece in pieces:
+            self._unuse(piece.items)
+        return None, "empty" if self._max_lag is None else "staleness"
+
+    def _held_by(self, batch_size: int) -> str | None:
+        learner = self._control.learner
+        if self._seen < self.limiter.min_fill:
+            return "min_fill"
+        if not self.limiter.may_sample(self._seen, int(learner[SAMPLED]), batch_size):
+            return "ratio"
+        if self._tail == self._seen:
+            return "staleness" if learner[STALE_ROWS] else "empty"
+        return None
+
+    def _usable(self, count: int) -> tuple[_Entries | None, np.ndarray | None]:
+        """Up to `count` unrolls that are whole now, and their weights; no entries when nothing is left to draw."""
+        numbers, weights = self.selector.draw(count, self._tail, self._seen)
+        if not numbers.size:
+            return None, None
+        entries = self._entries(numbers)
+        good = self._whole(entries) & self._fresh(numbers)
+        if self._max_uses is not None:
+            good[good] = self._within_uses(numbers[good])
+        if good.all():
+            return entries, weights
+        bad = numbers[~good]
+        self.selector.remove(bad[~self._whole(self._entries(bad)) | ~self._fresh(bad) | self._used_up(bad)])  # fmt: skip
+        return _Entries(*(part[good] for part in entries)), None if weights is None else weights[good]  # fmt: skip
+
+    def _within_uses(self, numbers: np.ndarray) -> np.ndarray:
+        """Which of `numbers`, drawn together, are still within their uses: one that stands there twice is drawn twice."""
+        order = np.argsort(numbers, kind="stable")
+        rows = numbers[order]
+        begins = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]])
+        rank = np.arange(rows.size) - np.repeat(begins, np.diff(np.r_[begins, rows.size]))
+        within = np.empty(numbers.size, bool)
+        within[order] = self._uses[rows % self._layout.capacity] + rank < self._max_uses
+        return within
+
+    def _use(self, items: np.ndarray) -> None:
+        if self._max_uses is not None:
+            np.add.at(self._uses, items % self._layout.capacity, 1)
+            self.selector.remove(items[self._used_up(items)])
+
+    def _unuse(self, items: np.ndarray) -> None:
+        if self._max_uses is not None:
+            again = items[self._used_up(items)]
+            np.subtract.at(self._uses, items % self._layout.capacity, 1)
+            if again.size:
+                self.selector.insert(np.unique(again))
+
+    def _counted(self, batch: Batch, weights: list[np.ndarray]) -> Batch:
+        items, learner = batch.items, self._control.learner
+        learner[SAMPLED] += items.size
+        learner[LEARNED_ROWS] += items.size * self._layout.rule.stride
+        if self.limiter.ratio is not None:
+            os.eventfd_write(self._engine_bell, 1)
+        if not weights:
+            return batch
+        weight = np.concatenate(weights)
+        if not getattr(self.selector, "over_store", False):
+            weight /= weight.max()
+        return batch._replace(weights=torch.from_numpy(weight.astype(np.float32)).to(batch.reward.device))  # fmt: skip
+
+    # ---------------------------------------------------------------------------------------------------- what is left
+
+    def _entries(self, numbers: np.ndarray) -> _Entries:
+        control, places = self._control, numbers % self._layout.capacity
+        more = control.more[places]
+        half = more.shape[1] // 2
+        return _Entries(numbers, control.index[places], control.state_at[places], control.slot[places], more[:, :half], more[:, half:])  # fmt: skip
+
+    def _whole(self, entries: _Entries) -> np.ndarray:
+        """Of which nothing was overwritten, neither rows nor announcement: bool [n]."""
+        same: np.ndarray = (self._control.blocks[entries.blocks] == entries.generations).all(1)
+        return same & (entries.numbers >= self._oldest())
+
+    def _oldest(self) -> int:
+        """The oldest number whose announcement is not being overwritten: the next may be, one for each slot."""
+        layout = self._layout
+        return int(self._control.engine[ITEMS_HEAD]) - layout.capacity + layout.num_slots
+
+    def _fresh(self, numbers: np.ndarray) -> np.ndarray:
+        if self._max_lag is None:
+            return np.ones(numbers.size, bool)
+        limit = int(self._control.learner[VERSION]) - self._max_lag
+        fresh: np.ndarray = self._oldest_version[numbers % self._layout.capacity] >= limit
+        return fresh
+
+    def _used_up(self, numbers: np.ndarray) -> np.ndarray:
+        if self._max_uses is None:
+            return np.zeros(numbers.size, bool)
+        used: np.ndarray = self._uses[numbers % self._layout.capacity] >= self._max_uses
+        return used
+
+    def _take_in(self) -> None:
+        """Admits what was announced since the last look, and lets go of what is gone at the old end."""
+        head, oldest = int(self._control.engine[ITEMS_HEAD]), self._oldest()
+        if self._tail < oldest:  # the ring went round
+            self.missed += max(0, oldest - self._seen)
+            self.selector.remove(np.arange(self._tail, min(oldest, self._seen)))
+            self._tail = oldest
+            self._seen = max(self._seen, oldest)
+        if self._seen < head:
+            numbers = np.arange(self._seen, head)
+            places = numbers % self._layout.capacity
+            self._uses[places] = 0
+            if self._max_lag is not None:
+                first = torch.from_numpy(self._control.index[places, 0]).to(self._version.device)
+                self._oldest_version[places] = self._version.index_select(0, first).cpu().numpy()
+            self.selector.insert(numbers)
+            self._seen = head
+        while self._tail < self._seen:
+            numbers = np.arange(self._tail, min(self._tail + _CHUNK, self._seen))
+            whole, fresh = self._whole(self._entries(numbers)), self._fresh(numbers)
+            gone = ~whole | ~fresh | self._used_up(numbers)
+            if gone.any():
+                self.selector.remove(numbers[gone])
+            leading = int(np.argmin(gone)) if not gone.all() else numbers.size
+            stale = int(np.count_nonzero(whole[:leading] & ~fresh[:leading]))
+            self._control.learner[STALE_ROWS] += stale * self._layout.rule.stride
+            self._tail += leading
+            if leading < numbers.size:
+                break
+
+    # ------------------------------------------------------------------------------------------------------- the rest
+
+    def want(self, batch_size: int) -> None:
+        learner = self._control.learner
+        wanted = self.limiter.inserts_for(int(learner[SAMPLED]), batch_size)
+        learner[WANTED] = max(wanted, self._seen + 1)
+
+    def skip(self) -> None:
+        """Nothing waits for it."""
+
+    def update_priorities(self, items: np.ndarray, priorities: np.ndarray) -> None:
+        """Gives drawn items new priorities; those overwritten since are dropped, and counted.
+
+        Raises: ConfigError for a priority that is negative or not finite: which one, and nothing is changed then.
+        """
+        wrong = ~(np.isfinite(priorities) & (priorities >= 0))
+        if wrong.any():
+            worst = int(wrong.argmax())
+            raise ConfigError(
+                what=f"the priority of item {int(items[worst])} is {float(priorities[worst])}", where="priorities",
+                do="give numbers from 0 on; check the loss for infinities",
+            )  # fmt: skip
+        there = (items >= self._tail) & (items < self._seen)
+        there[there] = self._whole(self._entries(items[there])) & ~self._used_up(items[there])
+        self.dropped_priorities += int(np.count_nonzero(~there))
+        self.selector.update(items[there], priorities[there])
+
+    def accounts(self) -> dict[str, int]:
+        self._take_in()
+        stride, learner = self._layout.rule.stride, self._control.learner
+        return {
+            "inserted_rows": self._seen * stride, "drawn_rows": int(learner[LEARNED_ROWS]), "kept_rows": self.kept * stride,
+            "stale_rows": int(learner[STALE_ROWS]),
+        }  # fmt: skip
+
+    def figures(self) -> dict[str, float]:
+        learner, stride = self._control.learner, self._layout.rule.stride
+        return super().figures() | {
+            "replay_rows": self.kept * stride, "samples_per_insert": int(learner[SAMPLED]) / max(self._seen, 1),
+            "redrawn_unrolls": self.redrawn, "missed_unrolls": self.missed, "late_priorities": self.dropped_priorities,
+            "stale_rows": int(learner[STALE_ROWS]),
+        }  # fmt: skip
+
+    @property
+    def kept(self) -> int:
+        """Unrolls that may be drawn, but for some that are gone in between."""
+        return self._seen - self._tail

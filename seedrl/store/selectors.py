@@ -1,0 +1,132 @@
+"""Which unrolls of the ring are drawn: uniformly, the newest first, or in proportion to their priorities; plugs over one index.
+
+Unrolls are known by their numbers, which count from 0 over the whole run; a place is a number modulo the ring's capacity.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from seedrl.store.sum_tree import SumTree, importance_weights
+
+_FLOOR = 1e-6  # of a priority, so that nothing is never drawn again
+
+
+class Drawn(NamedTuple):
+    """`numbers` int64 [n]; `weights` float64 [n] up to one factor, or None; fewer than asked for when there are no more."""
+
+    numbers: np.ndarray
+    weights: np.ndarray | None
+
+
+class Selector(Protocol):
+    def insert(self, numbers: np.ndarray) -> None:
+        """Admits new unrolls, int64 [n], in their order."""
+        ...
+
+    def remove(self, numbers: np.ndarray) -> None:
+        """Draws these, int64 [n], no more."""
+        ...
+
+    def draw(self, count: int, low: int, high: int) -> Drawn:
+        """`count` of the numbers from `low` up to `high`, which is not one of them. Some may be gone: the caller sees to that."""
+        ...
+
+    def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
+        """Gives these, int64 [n], priorities, float [n]."""
+        ...
+
+
+class Uniform:
+    """Each with the same probability, with replacement."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def insert(self, numbers: np.ndarray) -> None:
+        pass
+
+    def remove(self, numbers: np.ndarray) -> None:
+        pass
+
+    def draw(self, count: int, low: int, high: int) -> Drawn:
+        return Drawn(self.rng.integers(low, high, count), None)
+
+    def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
+        pass
+
+
+class Recent:
+    """The newest that were not removed, each once in a draw."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._open = np.zeros(capacity, bool)
+        self._newest = 0  # no number from here on is open
+
+    def insert(self, numbers: np.ndarray) -> None:
+        self._open[numbers % self._capacity] = True
+        self._newest = max(self._newest, int(numbers[-1]) + 1)
+
+    def remove(self, numbers: np.ndarray) -> None:
+        self._open[numbers % self._capacity] = False
+
+    def draw(self, count: int, low: int, high: int) -> Drawn:
+        window = 2 * count
+        while True:
+            begin = max(low, self._newest - window)
+            numbers = np.arange(begin, self._newest)
+            found = numbers[self._open[numbers % self._capacity]]
+            if found.size >= count or begin == low:
+                break
+            window *= 2
+        if found.size:
+            self._newest = int(found[-1]) + 1
+        return Drawn(found[::-1][:count], None)
+
+    def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
+        pass
+
+
+class Prioritized:
+    """In proportion to priority^alpha, stratified: one draw of each of `count` equal parts of the sum (Schaul et al. 2016, appendix B.2.1).
+
+    New ones have the largest priority that was given so far.
+
+    Args: beta: how far weights correct for it, from 0 to 1. over_store: whether the largest weight is that of the least priority in
+        the store, instead of the batch's.
+    """
+
+    def __init__(
+        self, capacity: int, seed: int, alpha: float, beta: float, over_store: bool
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.alpha, self.beta, self.over_store = alpha, beta, over_store
+        self.tree, self.largest = SumTree(capacity), 1.0
+        self._capacity = capacity
+
+    def insert(self, numbers: np.ndarray) -> None:
+        self.tree.set(numbers % self._capacity, np.full(numbers.size, self.largest**self.alpha))
+
+    def remove(self, numbers: np.ndarray) -> None:
+        self.tree.set(numbers % self._capacity, np.zeros(numbers.size))
+
+    def draw(self, count: int, low: int, high: int) -> Drawn:
+        if not self.tree.total > 0:
+            return Drawn(np.zeros(0, np.int64), np.zeros(0))
+        places = self.tree.draw((np.arange(count) + self.rng.random(count)) / count)
+        self.rng.shuffle(places)  # so that those replaced later are not all of one part
+        numbers = low + (places - low) % self._capacity
+        probabilities = self.tree.priorities(places) / self.tree.total
+        largest = None
+        if self.over_store:
+            largest = float(importance_weights(np.array([self.tree.smallest() / self.tree.total]), high - low, self.beta, 1.0)[0])  # fmt: skip
+        return Drawn(numbers, importance_weights(probabilities, high - low, self.beta, largest or 1.0))  # fmt: skip
+
+    def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
+        if numbers.size:
+            raised = np.maximum(priorities, _FLOOR)
+            self.tree.set(numbers % self._capacity, raised**self.alpha)
+            self.largest = max(self.largest, float(raised.max()))
