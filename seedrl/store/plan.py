@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from seedrl.config import Config, Replay
+from seedrl.config import Config, Learner, Replay
 from seedrl.errors import ConfigError
 from seedrl.spec import EnvSpec
 from seedrl.store.batch import Gather
@@ -42,16 +42,35 @@ class StorePlan:
         config: Config, spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]],
         state_leaves: list[Tensor], num_slots: int,
     ) -> StorePlan:  # fmt: skip
-        """Raises ConfigError when replay.capacity is so small that engine and learner would wait for each other, or hold no batch."""
-        rule, ring = unroll_rule(config), config.replay.mode != "queue"
-        num_blocks = (_ring_blocks if ring else _queue_blocks)(config, rule, num_slots)
+        """The run's. Raises: ConfigError, as `of_sections`."""
+        plan = StorePlan.of_sections(
+            config.replay, config.learner, spec, stored_actions, state_leaves, num_slots, config.run.seed
+        )  # fmt: skip
         max_lag = config.replay.max_lag
-        if max_lag is None and config.run.deterministic and not ring:
+        if max_lag is None and config.run.deterministic and not plan.control.ring:
             max_lag = 1
+        return replace(plan, max_lag=max_lag, iterations=config.algorithm.iterates)
+
+    @staticmethod
+    def of_sections(
+        replay: Replay, learner: Learner, spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+        state_leaves: list[Tensor], num_slots: int, seed: int,
+    ) -> StorePlan:  # fmt: skip
+        """Of lengths and batch size in `learner`.
+
+        Raises: ConfigError when replay.capacity is so small that writer and reader would wait for each other, or holds no unroll; or
+            replay.ratio_tolerance is.
+        """
+        rule, ring = unroll_rule(replay, learner), replay.mode != "queue"
+        if ring:
+            num_blocks = _ring_blocks(replay, rule, num_slots)
+        else:
+            num_blocks = _queue_blocks(replay, learner.batch_size, rule, num_slots)
         return StorePlan(
             BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule),
-            ReplayLayout(rule, num_blocks, num_slots, ring), _limiter(config, num_slots),
-            config.replay, config.run.seed, max_lag, config.algorithm.iterates,
+            ReplayLayout(rule, num_blocks, num_slots, ring),
+            _limiter(replay, learner.batch_size, rule.stride, num_slots),
+            replay, seed, replay.max_lag, False,
         )  # fmt: skip
 
     @property
@@ -102,18 +121,17 @@ class StorePlan:
         return Uniform(self.seed)
 
 
-def unroll_rule(config: Config) -> UnrollRule:
-    learner = config.learner
+def unroll_rule(replay: Replay, learner: Learner) -> UnrollRule:
     stride = learner.stride or learner.unroll_length
     common = math.gcd(learner.unroll_length, learner.burn_in, stride)
-    default = common if config.replay.mode == "queue" else max(common, _SHORT_BLOCK)
+    default = common if replay.mode == "queue" else max(common, _SHORT_BLOCK)
     return UnrollRule(
-        learner.unroll_length, learner.burn_in, config.replay.block_length or default, stride
+        learner.unroll_length, learner.burn_in, replay.block_length or default, stride
     )
 
 
-def _queue_blocks(config: Config, rule: UnrollRule, num_slots: int) -> int:
-    batch_size, capacity = config.learner.batch_size, config.replay.capacity
+def _queue_blocks(replay: Replay, batch_size: int, rule: UnrollRule, num_slots: int) -> int:
+    capacity = replay.capacity
     fewest = queue_blocks(rule, num_slots, batch_size)
     if capacity is None:
         return fewest + (_QUEUED_BATCHES - 1) * batch_size * rule.blocks_released
@@ -127,11 +145,10 @@ def _queue_blocks(config: Config, rule: UnrollRule, num_slots: int) -> int:
     return capacity // rule.block_length
 
 
-def _ring_blocks(config: Config, rule: UnrollRule, num_slots: int) -> int:
+def _ring_blocks(replay: Replay, rule: UnrollRule, num_slots: int) -> int:
     """Those of every slot's open unrolls come on top of the capacity."""
-    capacity, open_blocks = config.replay.capacity, num_slots * rule.blocks_held
-    assert capacity is not None, "contradictions() asks for one"
-    fewest = max(rule.num_rows, (config.replay.min_fill or 0) + rule.num_rows)
+    capacity, open_blocks = replay.capacity or 0, num_slots * rule.blocks_held
+    fewest = (replay.min_fill or 0) + rule.num_rows
     if capacity < fewest:
         raise ConfigError(
             what=f"replay.capacity {capacity} rows is less than {fewest}: an unroll of {rule.num_rows} rows, and replay.min_fill",
@@ -140,9 +157,7 @@ def _ring_blocks(config: Config, rule: UnrollRule, num_slots: int) -> int:
     return open_blocks + -(-capacity // rule.block_length)
 
 
-def _limiter(config: Config, num_slots: int) -> Limiter:
-    replay, batch_size = config.replay, config.learner.batch_size
-    stride = config.learner.stride or config.learner.unroll_length
+def _limiter(replay: Replay, batch_size: int, stride: int, num_slots: int) -> Limiter:
     ratio, tolerance = replay.samples_per_insert, replay.ratio_tolerance
     if ratio is not None:
         fewest = Limiter.fewest_tolerance(ratio, batch_size, num_slots)

@@ -1,0 +1,186 @@
+"""The store without an engine: for a training loop of one's own, in one process.
+
+    store = ReplayStore(env.observation_space, env.action_space, num_slots=8, capacity=100_000, mode="prioritized", unroll_length=16)
+    store.append(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated, first=first)
+    batch = store.sample(32)
+
+Rows are in the order in which Gymnasium's vector environments give them (next-step autoreset): a row is an observation, the action that was
+chosen at it, and the reward and flags of the step that *led* to it. The first row of an episode is `first`, and its reward is of no step.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import Space
+from pydantic import ValidationError
+from torch import Tensor
+
+from seedrl.config import Learner, Replay
+from seedrl.errors import ConfigError, ShapeError
+from seedrl.policy.heads import Heads
+from seedrl.spec import spec_from_spaces
+from seedrl.store.batch import Batch
+from seedrl.store.blocks import BlockStorage, torch_dtype
+from seedrl.store.plan import StorePlan
+from seedrl.store.state import State, leaves
+from seedrl.transport import doorbell
+
+_LENGTHS = ("unroll_length", "burn_in", "stride")
+
+
+class ReplayStore:
+    """Rows of `num_slots` environments, drawn as unrolls. See the module for the order of rows.
+
+    Args:
+        observation_space, action_space: of one environment. num_slots: environments that are appended.
+        state: the policy's recurrent state for one slot, each leaf [1, ...]; () for none.
+        device: where rows lie. batch_size: largest batch that will be asked for.
+        settings: fields of the configuration's `replay` section, and `unroll_length`, `burn_in`, `stride` of `learner`.
+    Raises: ConfigError for a setting that cannot be: which one, and what to do.
+    """
+
+    def __init__(
+        self, observation_space: Space[Any], action_space: Space[Any], *, num_slots: int, state: State = (),
+        device: str | torch.device = "cpu", batch_size: int = 32, seed: int = 0, **settings: Any,
+    ) -> None:  # fmt: skip
+        learner = {name: settings.pop(name) for name in _LENGTHS if name in settings}
+        settings.setdefault("mode", "uniform")
+        sections = (
+            _section(Replay, settings),
+            _section(Learner, learner | {"batch_size": batch_size}),
+        )
+        if sections[0].mode != "queue" and sections[0].capacity is None:
+            raise ConfigError(what=f"{sections[0].mode} keeps as many rows as there is room for, and nobody said how many", where="capacity", do="give capacity, in rows")  # fmt: skip
+        self.spec = spec_from_spaces(
+            observation_space, action_space, action_mask="none", env_id="own"
+        )
+        self.num_slots, self.device = num_slots, torch.device(device)
+        self.batch_size = batch_size
+        self._blocked_by: str | None = None
+        stored = Heads(self.spec.action).stored_specs()
+        self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed)  # fmt: skip
+        self._initial = [leaf.to(self.device) for leaf in leaves(state)]
+        memory = torch.zeros(self.plan.blocks.nbytes, dtype=torch.uint8, device=self.device)
+        self._storage = BlockStorage(self.plan.blocks, memory)
+        control, bell = mmap.mmap(-1, self.plan.control.nbytes), doorbell.make()
+        self._writer = self.plan.writer(self._storage, control, bell)
+        self._reader = self.plan.reader(self._storage, control, bell, doorbell.make(), state)
+        self._every = np.arange(num_slots)
+        self._obs = [leaf.name for leaf in self.spec.observation]
+        self._actions = [leaf.name for leaf in self.spec.action]
+        self._rows = 0
+
+    def held_back(self, slots: np.ndarray | None = None) -> str | None:
+        """Why no row for each of `slots` may come now: "ratio" (sample first), "room" (queue: sample first); None when it may."""
+        return self._writer.held_back(self._every if slots is None else slots)
+
+    def append(
+        self, *, obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any, first: Any, log_prob: Any = 0.0, value: Any = 0.0,
+        version: int = 0, state: State | None = None, slots: np.ndarray | None = None,
+    ) -> int:  # fmt: skip
+        """Appends one row to each slot, arrays or tensors [B, ...]; B is `num_slots` unless `slots`, int64 [B], says which.
+
+        Args: state: entering the row, leaves [B, ...]; None: the initial one. obs, action: dicts by leaf where the space has several.
+            action: as it is stored, choices counted from 0.
+        Returns: rows that became drawable. Raises: ShapeError, naming the argument; ConfigError when `held_back`.
+        """
+        at = self._every if slots is None else np.asarray(slots, np.int64)
+        reason = self._writer.held_back(at)
+        if reason is not None:
+            raise ConfigError(
+                what=f"no row may be appended now: {reason}", where="append",
+                do="sample first; held_back() says so beforehand",
+            )  # fmt: skip
+        count = at.size
+        given: dict[str, Any] = {"reward": reward, "log_prob": log_prob, "value": value}
+        given |= {f"obs/{name}": leaf for name, leaf in _by_leaf("obs", obs, self._obs).items()}
+        given |= {f"action/{name}": leaf for name, leaf in _by_leaf("action", action, self._actions).items()}  # fmt: skip
+        columns = {name: self._column(name, values, count) for name, values in given.items()}
+        flags = np.zeros((count, 4), np.uint8)
+        for column, values in enumerate((terminated, truncated, first)):
+            flags[:, column] = np.broadcast_to(_host(values), (count,))
+        columns["flags"] = self._on_device(flags)
+        columns["version"] = self._on_device(np.full(count, version, np.int64))
+        states = self._initial if state is None else leaves(state)
+        states = [leaf.expand(count, *leaf.shape[1:]).to(self.device) for leaf in states]
+        self._rows += count
+        return self._writer.append(at, columns, states)
+
+    def end(self, slots: np.ndarray | None = None) -> int:
+        """Ends the runs of `slots` (all): what comes next there does not follow what was. Returns: rows that no unroll was made of."""
+        return self._writer.discard(self._every if slots is None else np.asarray(slots, np.int64))
+
+    def sample(self, batch_size: int | None = None) -> Batch | None:
+        """A batch of unrolls, time first; None when there is none to draw: `stats()["blocked_by"]` says why."""
+        batch, self._blocked_by = self._reader._attempt(batch_size or self.batch_size)
+        return batch
+
+    def update_priorities(self, items: np.ndarray, priorities: Any) -> None:
+        """Gives drawn unrolls `batch.items` new priorities [B]; late ones, of unrolls overwritten since, are dropped and counted."""
+        self._reader.update_priorities(items, _host(priorities))
+
+    def publish_version(self, version: int) -> None:
+        """The version against which `max_lag` is measured."""
+        self._reader.publish_version(version)
+
+    def stats(self) -> dict[str, Any]:
+        """Rows appended, kept and drawn, and what `docs/metrics.md` explains."""
+        return {
+            "appended_rows": self._rows, "nbytes": self.plan.blocks.nbytes + self.plan.control.nbytes,
+            "blocked_by": self._blocked_by, **self._reader.accounts(), **self._reader.figures(),
+        }  # fmt: skip
+
+    def _column(self, name: str, values: Any, count: int) -> Any:
+        leaf = next(leaf for leaf in self.plan.blocks.rows if leaf.name == name)
+        array = _host(values)
+        want = (count, *leaf.shape)
+        if array.shape != want and array.size != 1:
+            raise ShapeError(
+                what=f"{name.replace('/', '.')} has the shape {list(array.shape)}; it must be {list(want)}",
+                do="give one row for each slot",
+            )
+        array = np.broadcast_to(array, want)
+        if name.startswith("obs/"):  # unsigned ones are kept under the signed type of their width
+            kept = next(leaf for leaf in self.spec.observation if leaf.name == name[4:])
+            array = np.ascontiguousarray(array, kept.dtype)
+            if torch_dtype(kept.dtype) != getattr(torch, kept.dtype, None):
+                array = array.view(str(leaf.dtype).removeprefix("torch."))
+        return self._on_device(array.astype(str(leaf.dtype).removeprefix("torch."), copy=False))
+
+    def _on_device(self, array: np.ndarray) -> Any:
+        if self._storage.arrays is not None:
+            return array
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _section(kind: Any, values: dict[str, Any]) -> Any:
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            what=f"{first['msg'].lower()}: {first['input']!r}", where=".".join(map(str, first["loc"])),
+            do="see seedrl train --help-config, sections replay and learner",
+        ) from None  # fmt: skip
+
+
+def _by_leaf(what: str, values: Any, names: list[str]) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        values = {names[0]: values} if len(names) == 1 else {}
+    short = {name.partition(".")[2] or name: name for name in names}  # the space's own keys
+    values = {short.get(name, name): leaf for name, leaf in values.items()}
+    if sorted(values) != sorted(names):
+        raise ShapeError(
+            what=f"{what} has the leaves {sorted(values)}; the space has {sorted(names)}", do="give a dict with each of them",
+        )  # fmt: skip
+    return values
+
+
+def _host(values: Any) -> np.ndarray:
+    array: np.ndarray = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)  # fmt: skip
+    return array

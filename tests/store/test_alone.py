@@ -1,0 +1,138 @@
+"""The store in a loop of one's own: Gymnasium's rows in, unrolls of exactly these rows out; and what cannot be, by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from seedrl.errors import ConfigError, ShapeError
+from seedrl.store.alone import ReplayStore
+
+BOX, CHOICE = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)
+
+
+def a_row(count: int, number: int, **more: Any) -> dict[str, Any]:
+    row = {
+        "obs": np.full((count, 2), number, np.float32), "action": np.full(count, number % 3), "reward": np.full(count, float(number)),
+        "terminated": False, "truncated": False, "first": number == 0,
+    }  # fmt: skip
+    return row | more
+
+
+def test_unrolls_of_CartPole_are_the_rows_that_the_environments_gave() -> None:
+    envs = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP})  # fmt: skip
+    space, actions = envs.single_observation_space, envs.single_action_space
+    store = ReplayStore(space, actions, num_slots=3, capacity=600, mode="uniform", unroll_length=5, burn_in=3, stride=2)  # fmt: skip
+    rng, ledger = np.random.default_rng(0), []
+    obs, _ = envs.reset(seed=1)
+    reward, ended = np.zeros(3), np.zeros(3, bool)
+    terminated = truncated = np.zeros(3, bool)
+    first = np.ones(3, bool)
+    for _ in range(400):
+        action = rng.integers(0, 2, 3)
+        ledger.append((obs, action, reward, terminated, first))
+        store.append(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated, first=first, value=obs[:, 0])  # fmt: skip
+        obs, reward, terminated, truncated, _ = envs.step(action)
+        first, ended = ended, terminated | truncated
+    obs, action, reward, terminated, first = (np.stack(column) for column in zip(*ledger, strict=True))  # fmt: skip
+    drawn = 0
+    for _ in range(30):
+        batch = store.sample(16)
+        assert batch is not None
+        for b, slot in enumerate(batch.slots.tolist()):
+            rows = batch.obs["observation"][:, b].numpy()
+            (begin,) = np.flatnonzero((obs[:, slot] == rows[3]).all(1))  # an observation is unique
+            at = np.maximum(np.arange(begin - 3, begin + 6), 0)
+            assert begin % 2 == 0
+            np.testing.assert_array_equal(rows, obs[at, slot])
+            np.testing.assert_array_equal(batch.actions["action"][:, b], action[at, slot])
+            np.testing.assert_array_equal(batch.reward[:, b], reward[at, slot].astype(np.float32))
+            np.testing.assert_array_equal(batch.terminated[:, b], terminated[at, slot])
+            np.testing.assert_array_equal(batch.first[:, b], first[at, slot])
+            np.testing.assert_array_equal(batch.value[:, b], obs[at, slot, 0])
+            drawn += 1
+    stats = store.stats()
+    assert stats["appended_rows"] == 1200 and stats["drawn_rows"] == drawn * 2 == 960
+    assert 600 <= stats["kept_rows"] <= 600 + 3 * 2 * 16  # the open blocks come on top
+
+
+def test_the_state_of_an_unrolls_first_row_comes_with_it() -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100, unroll_length=4, burn_in=2, state=(torch.zeros(1, 1),))  # fmt: skip
+    for number in range(41):
+        store.append(**a_row(2, number, state=(torch.full((2, 1), float(number)),)))
+    batch = store.sample(20)
+    assert batch is not None
+    assert batch.state[0][:, 0].tolist() == batch.obs["observation"][0, :, 0].tolist()
+
+
+def test_a_run_that_ended_is_followed_by_another_one() -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=1, capacity=100, unroll_length=3)
+    for number in range(6):
+        store.append(**a_row(1, number))
+    assert store.end() == 3  # the bootstrap row and two more
+    for number in range(100, 104):
+        store.append(**a_row(1, number))
+    batch = store.sample(40)
+    assert batch is not None
+    assert {int(rows[0]) for rows in batch.obs["observation"][:, :, 0].T} == {0, 100}
+
+
+def test_leaves_go_by_the_spaces_own_keys_and_keep_their_dtypes() -> None:
+    space = spaces.Dict({"deep": spaces.Box(0, 65_535, (2,), np.uint16), "flag": spaces.MultiBinary(3)})  # fmt: skip
+    store = ReplayStore(space, CHOICE, num_slots=1, capacity=50, unroll_length=2)
+    for _ in range(5):
+        store.append(**a_row(1, 1, obs={"deep": np.uint16([[7, 65_535]]), "flag": np.int8([[1, 0, 1]])}))  # fmt: skip
+    batch = store.sample(1)
+    assert batch is not None
+    assert batch.obs["observation.deep"].numpy().view(np.uint16)[0, 0].tolist() == [7, 65_535]
+    assert batch.obs["observation.flag"][0, 0].tolist() == [1, 0, 1]
+
+
+def test_ratio_and_queue_hold_back_and_say_so() -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=1, capacity=200, unroll_length=1, batch_size=4, samples_per_insert=1.0)  # fmt: skip
+    number = 0
+    while store.held_back() is None:
+        store.append(**a_row(1, number))
+        number += 1
+    assert store.held_back() == "ratio"
+    with pytest.raises(ConfigError, match="no row may be appended now: ratio"):
+        store.append(**a_row(1, number))
+    while store.sample() is not None:
+        pass
+    assert store.stats()["blocked_by"] == "ratio" and store.held_back() is None
+    queue = ReplayStore(BOX, CHOICE, num_slots=1, mode="queue", unroll_length=2, batch_size=1)
+    while queue.held_back() is None:
+        queue.append(**a_row(1, 1))
+    assert queue.held_back() == "room" and queue.sample(1) is not None
+    assert queue.held_back() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "nobody said how many.*capacity"), ({"capacity": 10, "unroll_length": 40}, "10 rows is less than 41"),
+        ({"capacity": 99, "stride": 0}, "stride.*0|0.*stride"), ({"capacity": 99, "burn_in": 100}, "99 rows is less than 117"),
+        ({"capacity": 99, "mode": "prioritized", "priority_exponent": -1}, "priority_exponent"),
+        ({"capacity": 999, "samples_per_insert": 4.0, "ratio_tolerance": 1.0}, "for ever.*set at least 18"),
+        ({"capacity": 99, "sise": 3}, "sise"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ReplayStore(BOX, CHOICE, num_slots=1, **settings)
+    assert re.search(words, str(caught.value), re.DOTALL), caught.value
+
+
+def test_a_row_of_another_shape_is_refused_by_name() -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=99)
+    with pytest.raises(ShapeError, match=r"obs.observation has the shape \[2, 3\]; it must be \[2, 2\]"):  # fmt: skip
+        store.append(**a_row(2, 0, obs=np.zeros((2, 3))))
+    with pytest.raises(ShapeError, match="action has the leaves"):
+        store.append(**a_row(2, 0, action={"torque": np.zeros(2)}))
+    assert store.stats()["appended_rows"] == 0
