@@ -344,24 +344,33 @@ class Default(Policy):
         with torch.no_grad():
             self.heads.weight[:num_inputs] *= 0.01  # nearly uniform at first
 
+    def _encoded(self, encoder: nn.Module, obs: Observation, first: Tensor) -> Tensor:
+        """Features float32 [T, B, n]. Large leaves of stored rows lie unroll by unroll, and are encoded so, without a copy."""
+        rows, columns = first.shape
+        some = next(iter(obs.values())) if isinstance(obs, dict) else obs
+        if isinstance(obs, Tensor) and not some.is_contiguous() and some.transpose(0, 1).is_contiguous():  # fmt: skip
+            by_unroll: Tensor = encoder(obs.transpose(0, 1).flatten(0, 1))
+            return by_unroll.view(columns, rows, -1).transpose(0, 1)
+        if isinstance(obs, dict):
+            flat: Observation = {name: leaf.flatten(0, 1) for name, leaf in obs.items()}
+        else:
+            flat = obs.flatten(0, 1)
+        encoded: Tensor = encoder(flat)
+        return encoded.view(rows, columns, -1)
+
     def initial_state(self, batch: int) -> State:
         return () if self.core is None else self.core.initial_state(batch)
 
     def forward(
         self, obs: Observation, state: State, first: Tensor
     ) -> tuple[Tensor, Tensor, State]:
-        rows, columns = first.shape
-        if isinstance(obs, dict):
-            flat: Observation = {name: leaf.flatten(0, 1) for name, leaf in obs.items()}
-        else:
-            flat = obs.flatten(0, 1)
-        x = self.encoder(flat)
+        x = self._encoded(self.encoder, obs, first)
         if self.core is not None:
-            x, state = self.core(x.view(rows, columns, -1), state, first)
-            x = x.flatten(0, 1)
-        out = functional.linear(x, self.heads.weight, self.heads.bias).view(rows, columns, -1)
+            x, state = self.core(x, state, first)
+        out = functional.linear(x, self.heads.weight, self.heads.bias)
         if self.value_encoder is not None:
-            return out, self.value(self.value_encoder(flat)).view(rows, columns), state
+            value = self.value(self._encoded(self.value_encoder, obs, first))
+            return out, value.squeeze(-1), state
         return out[..., :-1], out[..., -1], state
 
 

@@ -65,7 +65,7 @@ class ReplayStore:
         stored = Heads(self.spec.action).stored_specs()
         self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed)  # fmt: skip
         self._initial = [leaf.to(self.device) for leaf in leaves(state)]
-        memory = torch.zeros(self.plan.blocks.nbytes, dtype=torch.uint8, device=self.device)
+        memory = torch.from_numpy(np.zeros(self.plan.blocks.nbytes, np.uint8)).to(self.device)
         self._storage = BlockStorage(self.plan.blocks, memory)
         control, bell = mmap.mmap(-1, self.plan.control.nbytes), doorbell.make()
         self._writer = self.plan.writer(self._storage, control, bell)

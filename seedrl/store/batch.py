@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +12,10 @@ from torch import Tensor
 
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.state import State, leaves, rebuild
+
+_LARGE_BYTES = 1 << 18  # beyond which memory is not the allocator's own
+_POOLED = 4  # batches that somebody may hold at a time and still find memory
+_UNHELD = 2  # references to an array in the pool's list that nobody else holds, its own as an argument included
 
 
 class Batch(NamedTuple):
@@ -85,6 +91,28 @@ def joined(batches: list[Batch]) -> Batch:
     return Batch(*map(together, zip(*bare, strict=True)))._replace(state=state)
 
 
+class _Buffers:
+    """Memory for what is copied out, used again once nobody holds the tensor that was over it.
+
+    What the system maps anew costs as much as the copy: a page fault every 4 KiB.
+    """
+
+    def __init__(self) -> None:
+        self._pool: dict[int, list[np.ndarray]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        pool = self._pool.setdefault(nbytes, [])
+        at = next((i for i in range(len(pool)) if sys.getrefcount(pool[i]) == _UNHELD), None)
+        if at is None:
+            if len(pool) == _POOLED:
+                return torch.empty(shape, dtype=dtype)
+            at = len(pool)
+            pool.append(np.empty(nbytes, np.uint8))
+        # the tensor, and every view of it, holds the array
+        return torch.from_numpy(pool[at]).view(dtype).view(shape)
+
+
 class Gather:
     """Copies unrolls out of the storage, once.
 
@@ -96,6 +124,7 @@ class Gather:
         self, storage: BlockStorage, state_like: State, cross_episodes: bool = True
     ) -> None:
         self._storage, self._like, self._cross = storage, state_like, cross_episodes
+        self._buffers = _Buffers()
         self._obs = [name for name in storage.rows if name.startswith("obs/")]
         self._actions = [name for name in storage.rows if name.startswith("action/")]
 
@@ -105,11 +134,18 @@ class Gather:
         """The unrolls of rows int64 [B, R], with their states' places, slots and numbers: int64 [B] each."""
         device, stored = self._storage.device, self._storage.rows
         columns, length = rows.shape
-        flat = torch.from_numpy(np.ascontiguousarray(rows.T).reshape(-1)).to(device)
+        by_unroll = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).to(device)
+        by_time = by_unroll.view(columns, length).t().reshape(-1)
 
         def take(name: str) -> Tensor:
             leaf = stored[name]
-            return leaf.index_select(0, flat).view(length, columns, *leaf.shape[1:])
+            if leaf[0].nbytes * columns * length < _LARGE_BYTES:
+                return leaf.index_select(0, by_time).view(length, columns, *leaf.shape[1:])
+            # an unroll's rows lie side by side: read in this order, they come faster
+            shape = (columns * length, *leaf.shape[1:])
+            into = self._buffers.take(shape, leaf.dtype) if device.type == "cpu" else leaf.new_empty(shape)  # fmt: skip
+            torch.index_select(leaf, 0, by_unroll, out=into)
+            return into.view(columns, length, *leaf.shape[1:]).transpose(0, 1)
 
         places = torch.from_numpy(state_at).to(device)
         state = rebuild(self._like, [leaf.index_select(0, places) for leaf in self._storage.states])

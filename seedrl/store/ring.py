@@ -29,7 +29,7 @@ from seedrl.store.replay import (
 )
 from seedrl.store.selectors import Selector
 
-_CHUNK = 256  # unrolls looked at for what is gone, at a time
+_FEW, _MANY = 8, 256  # unrolls looked at for what is gone: at first, and then at a time
 _TRIES = 100  # of a batch, before the learner waits for new unrolls
 
 
@@ -107,6 +107,8 @@ class RingReader(ReplayReader):
         self._uses = np.zeros(capacity, np.int64)
         self._oldest_version = np.zeros(capacity, np.int64)
         self._tail = self._seen = 0  # numbers from the one up to the other may be drawn
+        self._tail_blocks = np.zeros(1, np.int64)  # of the oldest one, at the last look
+        self._tail_generations = np.full(1, -1)
         self.redrawn = self.dropped_priorities = self.missed = 0
 
     # ------------------------------------------------------------------------------------------------------- drawing
@@ -240,6 +242,7 @@ class RingReader(ReplayReader):
             self.selector.remove(np.arange(self._tail, min(oldest, self._seen)))
             self._tail = oldest
             self._seen = max(self._seen, oldest)
+            self._tail_generations = np.full_like(self._tail_generations, -1)
         if self._seen < head:
             numbers = np.arange(self._seen, head)
             places = numbers % self._layout.capacity
@@ -249,8 +252,12 @@ class RingReader(ReplayReader):
                 self._oldest_version[places] = self._version.index_select(0, first).cpu().numpy()
             self.selector.insert(numbers)
             self._seen = head
+        if self._tail < self._seen and not self._tail_is_gone():
+            return
+        looked_at = _FEW
         while self._tail < self._seen:
-            numbers = np.arange(self._tail, min(self._tail + _CHUNK, self._seen))
+            numbers = np.arange(self._tail, min(self._tail + looked_at, self._seen))
+            looked_at = _MANY
             whole, fresh = self._whole(self._entries(numbers)), self._fresh(numbers)
             gone = ~whole | ~fresh | self._used_up(numbers)
             if gone.any():
@@ -260,7 +267,16 @@ class RingReader(ReplayReader):
             self._control.learner[STALE_ROWS] += stale * self._layout.rule.stride
             self._tail += leading
             if leading < numbers.size:
+                self._tail_blocks, self._tail_generations = (
+                    part[leading] for part in self._entries(numbers)[4:]
+                )
                 break
+
+    def _tail_is_gone(self) -> bool:
+        """Whether the oldest unroll, which stood at the last look, is gone: mostly it isn't, and no other needs a look."""
+        tail = np.array([self._tail])
+        same = self._control.blocks[self._tail_blocks] == self._tail_generations
+        return not (same.all() and self._fresh(tail)[0]) or bool(self._used_up(tail)[0])
 
     # ------------------------------------------------------------------------------------------------------- the rest
 
