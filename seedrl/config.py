@@ -190,6 +190,9 @@ class Replay(Section):
         "prioritized: how far weights correct for uneven draws; 1 in full. 0.4 as in the paper; R2D2 takes 0.6.")
     weights_over: Literal["batch", "store"] = Field("batch", description=
         "prioritized: whose largest weight is 1. batch, as is usual; store makes weights of different batches comparable.")
+    checkpoint: bool = Field(True, description=
+        "Whether rows that are kept are written beside the checkpoints, and read by --resume; not with queue. true: a restart goes on with them; "
+        "false where they are many and quickly made anew.")
     cross_episodes: bool = Field(True, description=
         "Whether an unroll goes on behind an episode's end, with the next one's rows. true wastes no row; false learns from none of them.")
     block_length: int | None = Field(None, ge=1, le=65_536, description=

@@ -436,6 +436,7 @@ class Supervisor:
         elif kind == "resumed":
             self._say(
                 f"resumed from {message['path']}: {message['env_steps']} steps, {message['updates']} updates"
+                + ("" if message["restored"] is None else f", {message['restored']} kept unrolls")
             )
         elif kind == "failed":
             self.failure = self.failure or from_wire(message)

@@ -337,6 +337,7 @@ class Engine:
                 self._drop(seating.rows[group], "shutdown")
         if phase == Phase.ACT and self._first_version is None and self.writer is not None:
             self._first_version = self.writer.version
+            self.writer.adopt()
         self._phase = phase
         self._blocked_since.clear()  # a pause is not the learner's doing
         if phase == Phase.FINISH:

@@ -35,9 +35,11 @@ from seedrl.store.batch import Batch
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board, EpisodeReader
 from seedrl.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from seedrl.store.kept import KeptRows
 from seedrl.store.memory import Shared, open_shared, require_device
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import ReplayReader
+from seedrl.store.ring import RingReader
 from seedrl.store.state import leaves
 from seedrl.store.weights import Publisher, WeightsLayout
 from seedrl.transport import doorbell
@@ -114,6 +116,10 @@ class Learner:
         self._sums: dict[str, float] = {}
         self._timed = {name: board.histograms[name].copy() for name in _TIMED}
         self._last_checkpoint_s = time.monotonic()
+        self.restored: int | None = None  # unrolls that a resumed run found
+        self.kept = None
+        if isinstance(reader, RingReader) and config.replay.checkpoint:
+            self.kept = KeptRows(run_dir / "replay", reader.storage, reader)
         self.total_updates = self._total_updates()
 
     def _total_updates(self) -> int | None:
@@ -289,6 +295,8 @@ class Learner:
                 self.policy, self.optimizer, self.config, self.spec, counters=counters, algorithm=self._own_tensors()
             )  # fmt: skip
             path = save_checkpoint(self.run_dir / "checkpoints", saved, self.config.run.keep)
+            if self.kept is not None:
+                self.kept.save()
             self._last_checkpoint_s = time.monotonic()
         return path
 
@@ -301,6 +309,8 @@ class Learner:
         checkpoint.load_into(self.policy, self.spec)
         checkpoint.load_optimizer(self.optimizer)
         checkpoint.load_algorithm(self._own_tensors())
+        if self.kept is not None:
+            self.restored = self.kept.restore()
         self.updates = checkpoint.counters["updates"]
         self.base_env_steps, self.base_episodes = (
             checkpoint.counters["env_steps"],
@@ -322,6 +332,10 @@ class Learner:
         self._stop_wanted = False
         self.env_steps = self.base_env_steps + self.board.get("env_steps")
         path = self.checkpoint()
+        if self.kept is not None:
+            self.kept.finish()
+            self.kept.save()  # of now, in case the one before was still being written
+            self.kept.finish()
         if (
             not self.config.run.deterministic
         ):  # of a moment when nothing moves: its counts fit each other
@@ -417,7 +431,7 @@ def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
         checkpoint = load_checkpoint(Path(start["resume"]))
         learner.resume(checkpoint)
         channel.send({
-            "type": "resumed", "path": str(checkpoint.path),
+            "type": "resumed", "path": str(checkpoint.path), "restored": learner.restored,
             **checkpoint.counters,
         })  # fmt: skip
     return learner

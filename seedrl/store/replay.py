@@ -95,6 +95,9 @@ class ReplayWriter:
         self._appender = Appender(storage, layout.num_slots, layout.rule)
         self.unrolls = 0
 
+    def adopt(self) -> None:
+        """Goes on from what lies in the store already."""
+
     def held_back(self, slots: np.ndarray) -> str | None:
         """Why no row for each of `slots` may come now ("room", "ratio"); None when it may."""
         raise NotImplementedError
@@ -167,7 +170,7 @@ class ReplayReader:
         self, storage: BlockStorage, layout: ReplayLayout, memory: mmap.mmap, bell: int, engine_bell: int, gather: Gather,
         max_lag: int | None = None,
     ) -> None:  # fmt: skip
-        self._storage, self._layout, self._control = storage, layout, Control(layout, memory)
+        self.storage, self._layout, self._control = storage, layout, Control(layout, memory)
         self._bell, self._engine_bell, self._max_lag = bell, engine_bell, max_lag
         self._gather = gather
         self._version = storage.rows["version"]

@@ -53,6 +53,22 @@ class RingWriter(ReplayWriter):
             self._make_room(appender.blocks_needed(slots) - len(appender.free))
         return None
 
+    def adopt(self) -> None:
+        """Goes on from unrolls that were announced before this writer began: from a file. Their blocks are the oldest to make room."""
+        control, layout = self._control, self._layout
+        head = self.unrolls = int(control.engine[ITEMS_HEAD])
+        numbers = np.arange(max(0, head - layout.capacity), head)
+        more = control.more[numbers % layout.capacity]
+        half = more.shape[1] // 2
+        blocks, generations = more[:, :half].reshape(-1), more[:, half:].reshape(-1)
+        live = blocks[control.blocks[blocks] == generations]
+        _, last = np.unique(
+            live[::-1], return_index=True
+        )  # a block goes with the last one that reads it
+        kept = live[::-1][np.sort(last)[::-1]]
+        self._retire(kept)
+        self._appender.free = sorted(set(self._appender.free) - set(kept.tolist()), reverse=True)
+
     def _make_room(self, count: int) -> None:
         if count > 0:
             tail = self._retired_tail
@@ -106,6 +122,9 @@ class RingReader(ReplayReader):
         capacity = self._layout.capacity
         self._uses = np.zeros(capacity, np.int64)
         self._oldest_version = np.zeros(capacity, np.int64)
+        self._began = self._drawn_before = (
+            0  # unrolls and drawn rows of the run that this one resumes
+        )
         self._tail = self._seen = 0  # numbers from the one up to the other may be drawn
         self._tail_blocks = np.zeros(1, np.int64)  # of the oldest one, at the last look
         self._tail_generations = np.full(1, -1)
@@ -309,7 +328,7 @@ class RingReader(ReplayReader):
         self._take_in()
         stride, learner = self._layout.rule.stride, self._control.learner
         return {
-            "inserted_rows": self._seen * stride, "drawn_rows": int(learner[LEARNED_ROWS]), "kept_rows": self.kept * stride,
+            "inserted_rows": (self._seen - self._began) * stride, "drawn_rows": int(learner[LEARNED_ROWS]) - self._drawn_before, "kept_rows": self.kept * stride,
             "stale_rows": int(learner[STALE_ROWS]),
         }  # fmt: skip
 
@@ -320,6 +339,23 @@ class RingReader(ReplayReader):
             "redrawn_unrolls": self.redrawn, "missed_unrolls": self.missed, "late_priorities": self.dropped_priorities,
             "stale_rows": int(learner[STALE_ROWS]),
         }  # fmt: skip
+
+    def bounds(self) -> tuple[int, int]:
+        """Takes in what is new: numbers from the one up to the other may be drawn."""
+        self._take_in()
+        return self._tail, self._seen
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What the next draws depend on beside the rows, as arrays."""
+        return {"uses": self._uses.copy(), "oldest_version": self._oldest_version.copy(), **self.selector.state()}  # fmt: skip
+
+    def load_state(self, state: dict[str, np.ndarray], tail: int, seen: int) -> None:
+        """Goes on from `state`, of another reader of the same sizes."""
+        self._uses[:], self._oldest_version[:] = state["uses"], state["oldest_version"]
+        self.selector.load_state(state)
+        self._tail, self._seen = tail, seen
+        self._began, self._drawn_before = seen, int(self._control.learner[LEARNED_ROWS])
+        self._tail_generations = np.full_like(self._tail_generations, -1)
 
     @property
     def kept(self) -> int:

@@ -5,6 +5,7 @@ Unrolls are known by their numbers, which count from 0 over the whole run; a pla
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +39,12 @@ class Selector(Protocol):
         """Gives these, int64 [n], priorities, float [n]."""
         ...
 
+    def state(self) -> dict[str, np.ndarray]:
+        """What the next draws depend on."""
+        ...
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None: ...
+
 
 class Uniform:
     """Each with the same probability, with replacement."""
@@ -56,6 +63,12 @@ class Uniform:
 
     def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
         pass
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"random": _random(self.rng)}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        _set_random(self.rng, state["random"])
 
 
 class Recent:
@@ -88,6 +101,12 @@ class Recent:
 
     def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
         pass
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"open": self._open.copy(), "newest": np.array(self._newest)}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        self._open[:], self._newest = state["open"], int(state["newest"])
 
 
 class Prioritized:
@@ -130,3 +149,20 @@ class Prioritized:
             raised = np.maximum(priorities, _FLOOR)
             self.tree.set(numbers % self._capacity, raised**self.alpha)
             self.largest = max(self.largest, float(raised.max()))
+
+    def state(self) -> dict[str, np.ndarray]:
+        places = np.arange(self._capacity)
+        return {"random": _random(self.rng), "priorities": self.tree.priorities(places), "largest": np.array(self.largest)}  # fmt: skip
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        _set_random(self.rng, state["random"])
+        self.tree.set(np.arange(self._capacity), state["priorities"])
+        self.largest = float(state["largest"])
+
+
+def _random(rng: np.random.Generator) -> np.ndarray:
+    return np.array(json.dumps(rng.bit_generator.state))
+
+
+def _set_random(rng: np.random.Generator, state: np.ndarray) -> None:
+    rng.bit_generator.state = json.loads(str(state))

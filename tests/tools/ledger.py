@@ -20,6 +20,32 @@ def config_of(env: dict, policy: str, workers: dict, **sections) -> Config:
     )
 
 
+def check_rows(batch, answers: int = 256) -> None:
+    """Each unroll is rows of one environment, one after the other, with their own actions, rewards and flags."""
+    obs = batch.obs["observation"].double()
+    env, episode, step = obs[..., 0], obs[..., 1], obs[..., 2]
+    first, ended = batch.first, batch.terminated | batch.truncated
+    # one environment an unroll, and each action is that environment's answer
+    assert (env == env[0]).all()
+    assert (batch.actions["action"] == (3 * env + 1) % answers).all()
+    # reward and flags are of the step that led to the row
+    assert (
+        batch.reward == torch.where(first, torch.zeros(()).double(), 1000 * env + step).float()
+    ).all()
+    assert ((step == 0) == first).all()
+    assert (
+        not (batch.terminated & (episode % 2 == 1)).any()
+        and not (batch.truncated & (episode % 2 == 0)).any()
+    )
+    # consecutive: the next step of the episode, or the first row of the next one after an end
+    follows = torch.where(
+        ended[:-1],
+        (episode[1:] == episode[:-1] + 1) & first[1:],
+        (episode[1:] == episode[:-1]) & (step[1:] == step[:-1] + 1),
+    )
+    assert follows.all()
+
+
 class Ledger:
     """Follows every row that the store hands out: whole, in order, once."""
 
@@ -29,28 +55,8 @@ class Ledger:
         self.seen: dict[float, set[tuple[float, float]]] = defaultdict(set)
 
     def check(self, batch, answers: int = 256) -> None:
+        check_rows(batch, answers)
         obs = batch.obs["observation"].double()
-        env, episode, step = obs[..., 0], obs[..., 1], obs[..., 2]
-        first, ended = batch.first, batch.terminated | batch.truncated
-        # one environment an unroll, and each action is that environment's answer
-        assert (env == env[0]).all()
-        assert (batch.actions["action"] == (3 * env + 1) % answers).all()
-        # reward and flags are of the step that led to the row
-        assert (
-            batch.reward == torch.where(first, torch.zeros(()).double(), 1000 * env + step).float()
-        ).all()
-        assert ((step == 0) == first).all()
-        assert (
-            not (batch.terminated & (episode % 2 == 1)).any()
-            and not (batch.truncated & (episode % 2 == 0)).any()
-        )
-        # consecutive: the next step of the episode, or the first row of the next one after an end
-        follows = torch.where(
-            ended[:-1],
-            (episode[1:] == episode[:-1] + 1) & first[1:],
-            (episode[1:] == episode[:-1]) & (step[1:] == step[:-1] + 1),
-        )
-        assert follows.all()
         for b, slot in enumerate(batch.slots.tolist()):
             head, tail = tuple(obs[0, b].tolist()), tuple(obs[-1, b].tolist())
             if slot in self.last and self.last[slot][0] == head[0]:
