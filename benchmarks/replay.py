@@ -21,7 +21,7 @@ import torch
 from gymnasium import spaces
 from peers import ENVIRONMENT, HERE, interpreter
 
-from seedrl.store.alone import ReplayStore
+from seedrl.replay import ReplayStore
 
 FRAME, SLOTS, LENGTH, BATCH = (84, 84), 32, 40, 32
 ROWS = LENGTH + 1

@@ -243,6 +243,14 @@ def tune(
     _run(run_tune, Request(config, overrides or [], p99_ms, out, budget_s, trial_s, max_workers, max_envs, learner))  # fmt: skip
 
 
+@app.command()
+def plan(config: ConfigName, overrides: Overrides = None) -> None:
+    """Tell the memory that a run would take, by leaf, without starting it."""
+    from seedrl.memory_plan import plan as run_plan
+
+    _run(run_plan, config, overrides or [])
+
+
 @app.command("eval")
 def evaluate(
     where: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_RUN_DIR")],

@@ -64,7 +64,7 @@ def fit(
             where=config.where("algorithm.name"),
             do="set algorithm.synchronous=false, or train with workers of the run's own (seedrl train)",
         )
-    num_slots = _num_slots(config, final_envs, workers)
+    num_slots = num_slots_of(config, final_envs, workers)
     spec = probe(config)
     folder = RunDir.create(run_dir, dump_yaml(config), name=name, resume=resume)
     try:
@@ -145,7 +145,7 @@ def _fit(
         return Result(folder.path, ended, reason, line, evaluation)
 
 
-def _num_slots(config: Config, final_envs: int, workers: bool) -> int:
+def num_slots_of(config: Config, final_envs: int, workers: bool) -> int:
     """Seats in all: what the configuration says, or as many as the run itself will fill."""
     given = config.batching.max_slots
     if not workers:
@@ -268,7 +268,7 @@ def serve_checkpoint(
         folder.write_log(text)
         say(text)
 
-    slots = _num_slots(config, 0, workers=False)
+    slots = num_slots_of(config, 0, workers=False)
     with Supervisor(
         config, spec, folder.path, num_slots=slots, address=address, checkpoint=path, greedy=greedy, listen=listen, on_message=tell,
     ) as supervisor:  # fmt: skip
@@ -336,7 +336,7 @@ class _Teller:
             self._panel.message(text)
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             return f"{nbytes:.4g} {unit}"
@@ -350,7 +350,7 @@ def _resolved(
     """Devices, processes and bytes, before step one."""
     sizes, own = supervisor.sizes, config.workers
     replay = sizes["replay"]
-    leaves = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in replay.items())
+    leaves = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in replay.items())
     started = (
         f"{own.num} workers x {own.envs_per_worker} environments in {own.groups} groups"
         if workers
@@ -361,8 +361,8 @@ def _resolved(
         f"processes    engine on {config.engine.device} ({config.engine.threads} threads), learner on {config.learner.device} "
         f"({config.learner.threads} threads), {started}; {num_slots} slots",
         f"policy       {config.policy.name}, encoder {config.policy.encoder}, core {config.policy.core}: {sizes['parameters']} parameters",
-        f"memory       slab {_size(sizes['slab'])}, state {_size(sizes['state'])}, weights {_size(sizes['weights'])}, "
-        f"replay {_size(sum(replay.values()))} for {sizes['capacity_rows']} rows ({leaves})",
+        f"memory       slab {size_text(sizes['slab'])}, state {size_text(sizes['state'])}, weights {size_text(sizes['weights'])}, "
+        f"replay {size_text(sum(replay.values()))} for {sizes['capacity_rows']} rows ({leaves})",
         f"run          {supervisor.run_dir}",
     ])  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 
 from seedrl.errors import ConfigError, ShapeError
-from seedrl.store.alone import ReplayStore
+from seedrl.replay import ReplayStore
 
 BOX, CHOICE = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)
 
