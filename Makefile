@@ -50,6 +50,10 @@ truths: install
 	SEEDRL_TORN_INSTANTS=50 $(BIN)/python -m pytest -q tests/store/test_checkpoint.py -k kill_9
 	SEEDRL_FAT_SECONDS=300 $(BIN)/python -m pytest -q tests/system/test_seeds.py -k FatInfos
 	SEEDRL_FLAT_SECONDS=600 $(BIN)/python -m pytest -q tests/system/test_serve.py -k "case_20 and 4"
+	SEEDRL_TRUTH_ROWS=300000 $(BIN)/python -m pytest -q tests/system/test_kept_rows.py -k every_draw
+	SEEDRL_TREE_UPDATES=10000000 $(BIN)/python -m pytest -q tests/store/test_sum_tree.py
+	SEEDRL_KILLS=100 $(BIN)/python -m pytest -q tests/store/test_kept.py -k killed
+	SEEDRL_TORN_S=300 $(BIN)/python -m pytest -q -s tests/store/test_ring.py -k two_processes
 
 SECONDS ?= 600
 soak: install

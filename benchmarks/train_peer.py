@@ -1,6 +1,6 @@
 """One peer's training, run by that peer's own interpreter: prints {"env_steps": ...} once the goal is reached, the mean return of the last 100 episodes.
 
-python benchmarks/train_peer.py sb3|sample-factory|torchrl [--task cartpole|minatar] [--seed 0]
+python benchmarks/train_peer.py sb3|sample-factory|torchrl [--task cartpole|cartpole32|minatar] [--seed 0]
 
 CartPole: rl-zoo's settings for stable-baselines3's PPO; the two others publish none and get the same discount, GAE and learning rate, with
 ten epochs for Sample Factory's asynchronous PPO. MinAtar's Breakout: nobody publishes any for it; all three get those of Atari with the
@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 EPISODES = 100
@@ -34,10 +34,15 @@ class Task:
     clip: float
     entropy: float
     limit: int  # environment steps over which rate and clip fall to 0
+    step_us: float = 0.0  # of a core, that each environment step costs more
 
     def make(self, **unused: Any) -> Any:
         import gymnasium
 
+        if self.step_us:
+            from slow_cartpole import make
+
+            return make(self.step_us)
         if self.env_id.startswith("MinAtar/") and self.env_id not in gymnasium.registry:
             from minatar.gym import register_envs
 
@@ -51,6 +56,8 @@ class Task:
 
 TASKS = {
     "cartpole": Task("CartPole-v1", 475.0, 8, 32, 256, 20, 0.98, 0.8, 1e-3, 0.2, 0.0, 400_000),
+    "cartpole32": Task("CartPole-v1", 475.0, 32, 32, 256, 20, 0.98, 0.8, 1e-3, 0.2, 0.0, 400_000),
+    "dqn": Task("CartPole-v1", 475.0, 1, 1, 64, 1, 0.99, 1.0, 2.3e-3, 0.0, 0.0, 250_000),
     "minatar": Task("MinAtar/Breakout-v1", 10.0, 32, 128, 512, 4, 0.99, 0.95, 1e-3, 0.1, 0.01, 10_000_000),
 }  # fmt: skip
 
@@ -138,6 +145,29 @@ def sb3(task: Task, seed: int) -> None:
         stats_window_size=EPISODES, policy_kwargs=kwargs, device="cpu",
     )  # fmt: skip
     model.learn(task.limit, callback=UntilGoal())
+
+
+def sb3_dqn(task: Task, seed: int) -> None:
+    """rl-zoo's settings for CartPole; it has one environment."""
+    from stable_baselines3 import DQN
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    class UntilGoal(BaseCallback):
+        goal = Goal(task)
+
+        def _on_step(self) -> bool:
+            returns = [episode["r"] for episode in self.model.ep_info_buffer]
+            return not self.goal.look(returns, self.num_timesteps)
+
+    model = DQN(
+        "MlpPolicy", make_vec_env(task.make, n_envs=1, seed=seed), learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1000,
+        gamma=0.99, target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16, exploration_final_eps=0.04,
+        policy_kwargs={"net_arch": [256, 256]}, seed=seed, stats_window_size=EPISODES, device="cpu",
+    )  # fmt: skip
+    model.learn(50_000, callback=UntilGoal())
+    while not UntilGoal.goal.reached:  # its exploration has come to its end
+        model.learn(200_000, callback=UntilGoal(), reset_num_timesteps=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ Sample Factory
@@ -266,7 +296,7 @@ def torchrl(task: Task, seed: int) -> None:
     collector.shutdown()
 
 
-PEERS = {"sb3": sb3, "sample-factory": sample_factory, "torchrl": torchrl}
+PEERS = {"sb3": sb3, "sb3-dqn": sb3_dqn, "sample-factory": sample_factory, "torchrl": torchrl}
 
 
 def main() -> None:
@@ -274,8 +304,9 @@ def main() -> None:
     parser.add_argument("peer", choices=sorted(PEERS))
     parser.add_argument("--task", choices=sorted(TASKS), default="cartpole")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step-us", type=float, default=0.0)
     given = parser.parse_args()
-    PEERS[given.peer](TASKS[given.task], given.seed)
+    PEERS[given.peer](replace(TASKS[given.task], step_us=given.step_us), given.seed)
 
 
 if __name__ == "__main__":

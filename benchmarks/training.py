@@ -1,8 +1,9 @@
 """Training beside what a user would pick instead: time and environment steps until the last 100 episodes' mean return is the goal.
 
-python benchmarks/training.py [--task cartpole|minatar] [--repeats 3] [--limit-s 180]
+python benchmarks/training.py [--task cartpole|cartpole32|dqn|minatar] [--repeats 3] [--limit-s 180] [--step-us 0]
 
-CartPole to 475, or MinAtar's Breakout to 10. From the start of the command, imports and start-up included, one after the other in the same minutes, one seed a repeat. Each peer is
+CartPole to 475, or MinAtar's Breakout to 10. `cartpole32` has 32 environments and the same settings of PPO on both sides, stable-baselines3's in one
+process; `dqn` is DQN's turn. --step-us lets each step of CartPole cost more. From the start of the command, imports and start-up included, one after the other in the same minutes, one seed a repeat. Each peer is
 installed as in `peers.py` and trains as `train_peer.py` says.
 """
 
@@ -23,8 +24,15 @@ from typing import NamedTuple
 from peers import ENVIRONMENT, interpreter
 
 HERE = Path(__file__).parent
-CONFIGS = {"cartpole": "cartpole", "minatar": "minatar_breakout"}
-GOALS = {"cartpole": 475.0, "minatar": 10.0}
+GOALS = {"cartpole": 475.0, "cartpole32": 475.0, "dqn": 475.0, "minatar": 10.0}
+# of a task: configurations and what is changed in them, by what they are called
+OURS: dict[str, dict[str, tuple[str, ...]]] = {
+    "cartpole": {"V-trace": ("cartpole",), "PPO": ("cartpole_ppo",)},
+    "cartpole32": {"PPO": ("cartpole_ppo", "algorithm.epochs=20", "algorithm.minibatches=4", "learner.learning_rate=1e-3")},
+    "dqn": {"DQN": ("cartpole_dqn",)},
+    "minatar": {"V-trace": ("minatar_breakout",), "PPO": ("minatar_breakout_ppo",)},
+}  # fmt: skip
+THEIRS = {"cartpole32": ("sb3",), "dqn": ("sb3-dqn",)}
 
 
 class Result(NamedTuple):
@@ -47,11 +55,11 @@ def first_line(command: list[str], goal: str, progress: str, limit_s: float) -> 
     return *last, reached
 
 
-def seedrl(name: str, goal: float, limit_s: float, seed: int) -> Result | None:
+def seedrl(settings: tuple[str, ...], goal: float, limit_s: float, seed: int) -> Result | None:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [
-            sys.executable, "-u", "-m", "seedrl", "train", name, "--run-dir", str(run_dir),
+            sys.executable, "-u", "-m", "seedrl", "train", *settings, "--run-dir", str(run_dir),
             f"run.seed={seed}", f"run.stop_at_return={goal}", f"run.max_seconds={limit_s:.0f}",
         ]  # fmt: skip
         seconds, _, reached = first_line(command, f" reached {goal}; evaluating", "", limit_s + 60)
@@ -59,8 +67,8 @@ def seedrl(name: str, goal: float, limit_s: float, seed: int) -> Result | None:
         return Result(seconds if reached else limit_s, json.loads(records[-1])["env_steps"], reached)  # fmt: skip
 
 
-def peer(python: Path, name: str, task: str, limit_s: float, seed: int) -> Result | None:
-    command = [str(python), "-u", str(HERE / "train_peer.py"), name, "--task", task, "--seed", str(seed)]  # fmt: skip
+def peer(python: Path, name: str, task: str, step_us: float, limit_s: float, seed: int) -> Result | None:  # fmt: skip
+    command = [str(python), "-u", str(HERE / "train_peer.py"), name, "--task", task, "--step-us", str(step_us), "--seed", str(seed)]  # fmt: skip
     seconds, line, reached = first_line(command, '{"env_steps"', '{"so_far"', limit_s)
     if not line:
         return None  # it failed
@@ -69,23 +77,28 @@ def peer(python: Path, name: str, task: str, limit_s: float, seed: int) -> Resul
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--task", choices=sorted(CONFIGS), default="cartpole")
+    parser.add_argument("--task", choices=sorted(OURS), default="cartpole")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=180.0)
+    parser.add_argument("--step-us", type=float, default=0.0)
     given = parser.parse_args()
     task, limit_s = given.task, given.limit_s
+    slower = ("env.id=slow_cartpole:make", f"env.kwargs={{step_us: {given.step_us}}}") if given.step_us else ()  # fmt: skip
     sides: dict[str, Callable[[int], Result | None]] = {
-        "seedrl (V-trace)": partial(seedrl, CONFIGS[task], GOALS[task], limit_s),
-        "seedrl (PPO)": partial(seedrl, f"{CONFIGS[task]}_ppo", GOALS[task], limit_s),
+        f"seedrl ({title})": partial(seedrl, (*settings, *slower), GOALS[task], limit_s)
+        for title, settings in OURS[task].items()
     }
     for title, where, name in (
         ("stable-baselines3 PPO", "sb3", "sb3"),
+        ("stable-baselines3 DQN", "sb3", "sb3-dqn"),
         ("Sample Factory APPO", "sf", "sample-factory"),
         ("TorchRL PPO", "torchrl", "torchrl"),
     ):
+        if name not in THEIRS.get(task, ("sb3", "sample-factory", "torchrl")):
+            continue
         python = interpreter(where)
         if python is not None:
-            sides[title] = partial(peer, python, name, task, limit_s)
+            sides[title] = partial(peer, python, name, task, given.step_us, limit_s)
     found: dict[str, list[Result | None]] = {title: [] for title in sides}
     for seed in range(given.repeats):
         for title, run in sides.items():
