@@ -95,6 +95,9 @@ class Env(Section):
         "crashes; not a loop of them.")
     rebuild_window_s: float = Field(60.0, gt=0, le=86_400, description=
         "Seconds over which max_rebuilds counts. A minute tells a rare crash from a steady one.")
+    reward_scale: float = Field(1.0, gt=0, le=1e9, description=
+        "The learner multiplies rewards by this, before reward_clip; metrics show them as they are. 1, as it changes what a value means; 0.1 or less "
+        "where returns are in the thousands.")
     reward_clip: float | None = Field(None, gt=0, description=
         "The learner clips rewards to [-this, this]; metrics show them as they are. null, as clipping changes what is "
         "optimised.")

@@ -80,8 +80,11 @@ class Network:
         return typed if len(typed) > 1 else next(iter(typed.values()))
 
 
-def clipped(batch: Batch, reward_clip: float | None) -> Batch:
-    """The batch with its rewards cut to [-reward_clip, reward_clip]; None: as it is."""
-    if reward_clip is None:
-        return batch
-    return batch._replace(reward=batch.reward.clamp(-reward_clip, reward_clip))
+def rewarded(batch: Batch, scale: float, clip: float | None) -> Batch:
+    """The batch with its rewards times `scale`, then cut to [-clip, clip] (None: not cut)."""
+    reward = batch.reward
+    if scale != 1:
+        reward = reward * scale
+    if clip is not None:
+        reward = reward.clamp(-clip, clip)
+    return batch if reward is batch.reward else batch._replace(reward=reward)

@@ -25,7 +25,7 @@ from seedrl import host
 from seedrl.config import Config
 from seedrl.errors import ConfigError, RunError, SeedrlError
 from seedrl.learn.actor_critic import VTrace, learning_rate, make_optimizer
-from seedrl.learn.algorithm import Algorithm, Loss, Network, clipped
+from seedrl.learn.algorithm import Algorithm, Loss, Network, rewarded
 from seedrl.learn.ppo import PPO
 from seedrl.learn.r2d2 import QLearning
 from seedrl.policy.agent import make_agent
@@ -139,7 +139,8 @@ class Learner:
             batch = self.reader.sample(self.config.learner.batch_size, timeout_s=1.0)
         if batch is None:
             return False
-        batch = clipped(batch.to(self.device), self.config.env.reward_clip)
+        env = self.config.env
+        batch = rewarded(batch.to(self.device), env.reward_scale, env.reward_clip)
         rate = learning_rate(self.updates, self.config.learner, self.total_updates)
         steps: list[dict[str, float]] = []
         for loss in self.algorithm.losses(batch):

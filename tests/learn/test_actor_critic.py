@@ -20,7 +20,7 @@ from seedrl.learn.actor_critic import (
     learning_rate,
     make_optimizer,
 )
-from seedrl.learn.algorithm import clipped
+from seedrl.learn.algorithm import rewarded
 from seedrl.policy.heads import Heads
 from seedrl.spec import Leaf
 
@@ -142,15 +142,16 @@ def test_a_truncated_step_bootstraps_from_its_last_value_and_a_terminated_one_do
     assert moved["terminated"] == 0 and moved["truncated"] > 1
 
 
-def test_rewards_are_clipped_for_the_learner_alone() -> None:
+def test_rewards_are_scaled_and_then_clipped_for_the_learner_alone() -> None:
     ppo, batch = a_ppo(), a_batch(9, 6)
     batch = batch._replace(reward=batch.reward * 100)
-    by_hand = batch._replace(reward=batch.reward.clamp(-1, 1))
+    by_hand = batch._replace(reward=(batch.reward * 0.02).clamp(-1, 1))
+    assert 0 < int((by_hand.reward.abs() < 1).sum()) < by_hand.reward.numel()
     vtrace = VTrace(ppo.network, Config())
-    loss, right, unclipped = (next(vtrace.losses(given)).total for given in (clipped(batch, 1.0), by_hand, batch))  # fmt: skip
+    loss, right, unclipped = (next(vtrace.losses(given)).total for given in (rewarded(batch, 0.02, 1.0), by_hand, batch))  # fmt: skip
     torch.testing.assert_close(loss, right)
     assert loss != unclipped and batch.reward.abs().max() > 1
-    assert clipped(batch, None) is batch
+    assert rewarded(batch, 1.0, None) is batch
 
 
 def test_masked_choices_get_no_gradient_and_entropy_is_the_masked_distributions() -> None:
