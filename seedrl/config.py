@@ -464,6 +464,9 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
             what,
             "set workers.num to 1, or run.deterministic to false",
         )
+    if config.run.deterministic and config.replay.mode != "queue":
+        what = f"what {config.replay.mode} replay draws depends on how far acting is at the time, which no two runs share"
+        yield ("run.deterministic", "replay.mode"), what, "set run.deterministic to false"
     if learner.schedule != "constant" and config.run.max_steps is None:
         what = f"a {learner.schedule} schedule needs to know the end of the run"
         yield ("learner.schedule",), what, "set run.max_steps, or the schedule to constant"

@@ -224,6 +224,11 @@ DQN = "algorithm:\n  name: dqn\nreplay:\n  mode: uniform\n  capacity: 9999\n"
             "given.yaml:7 learner.schedule",
             ["samples_per_insert"],
         ),
+        (
+            DQN + "run:\n  deterministic: true\nworkers:\n  num: 1\n",
+            "given.yaml:7 run.deterministic",
+            ["uniform", "depends on"],
+        ),
         ("replay:\n  max_uses: 2\n", "given.yaml:2 replay.max_uses", ["queue", "once"]),
         (
             "algorithm:\n  n_step: 2\n",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seedrl.config import Config
 from seedrl.policy.base import Heads, Policy, make_policy
-from seedrl.policy.values import ActionValues, ValueHeads, epsilon_ladder
+from seedrl.policy.values import ActionValues, ValueHeads, epsilon_ladder, spread
 from seedrl.spec import EnvSpec
 
 
@@ -13,6 +13,7 @@ def make_agent(config: Config, spec: EnvSpec, num_slots: int = 1) -> tuple[Polic
     policy, algorithm = make_policy(config.policy, spec), config.algorithm
     if not algorithm.values_actions:
         return policy, Heads(spec.action, config.policy.action_distribution)
-    epsilon = epsilon_ladder(algorithm.epsilon, algorithm.epsilon_exponent, num_slots)
+    ladder = epsilon_ladder(algorithm.epsilon, algorithm.epsilon_exponent, num_slots)
+    epsilon = ladder[spread(num_slots)]
     heads = ValueHeads(spec.action, epsilon, algorithm.name)
     return ActionValues(policy, algorithm.dueling), heads

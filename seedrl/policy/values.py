@@ -21,6 +21,16 @@ def epsilon_ladder(base: float, exponent: float, num_slots: int) -> np.ndarray:
     return ladder
 
 
+def spread(num_slots: int) -> np.ndarray:
+    """A place on the ladder for each slot, int64 [N], each once: any first few slots lie all over it, as environments come and go.
+
+    The order is that of the bits reversed: the first, the middle, the quarters, the eighths.
+    """
+    bits = max(num_slots - 1, 1).bit_length()
+    reverse = [int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)]
+    return np.array([place for place in reverse if place < num_slots])
+
+
 class ActionValues(Policy):
     """A policy whose numbers are values of actions: Q = V + A - mean A (Wang et al. 2016, arXiv 1511.06581, eq. 9), or the numbers as they are.
 

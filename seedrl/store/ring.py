@@ -62,9 +62,8 @@ class RingWriter(ReplayWriter):
         half = more.shape[1] // 2
         blocks, generations = more[:, :half].reshape(-1), more[:, half:].reshape(-1)
         live = blocks[control.blocks[blocks] == generations]
-        _, last = np.unique(
-            live[::-1], return_index=True
-        )  # a block goes with the last one that reads it
+        # a block goes with the last one that reads it
+        _, last = np.unique(live[::-1], return_index=True)
         kept = live[::-1][np.sort(last)[::-1]]
         self._retire(kept)
         self._appender.free = sorted(set(self._appender.free) - set(kept.tolist()), reverse=True)
@@ -122,9 +121,8 @@ class RingReader(ReplayReader):
         capacity = self._layout.capacity
         self._uses = np.zeros(capacity, np.int64)
         self._oldest_version = np.zeros(capacity, np.int64)
-        self._began = self._drawn_before = (
-            0  # unrolls and drawn rows of the run that this one resumes
-        )
+        # unrolls and drawn rows of the run that this one resumes
+        self._began = self._drawn_before = 0
         self._tail = self._seen = 0  # numbers from the one up to the other may be drawn
         self._tail_blocks = np.zeros(1, np.int64)  # of the oldest one, at the last look
         self._tail_generations = np.full(1, -1)
@@ -305,7 +303,12 @@ class RingReader(ReplayReader):
         learner[WANTED] = max(wanted, self._seen + 1)
 
     def skip(self) -> None:
-        """Nothing waits for it."""
+        learner, limiter = self._control.learner, self.limiter
+        if limiter.ratio is not None:  # as if it had drawn as many as it should
+            head = int(self._control.engine[ITEMS_HEAD])
+            drawn = int((head - limiter.min_fill) * limiter.ratio)
+            learner[SAMPLED] = max(int(learner[SAMPLED]), drawn)
+            os.eventfd_write(self._engine_bell, 1)
 
     def update_priorities(self, items: np.ndarray, priorities: np.ndarray) -> None:
         """Gives drawn items new priorities; those overwritten since are dropped, and counted.

@@ -15,7 +15,7 @@ from seedrl.config import Config
 from seedrl.errors import ConfigError
 from seedrl.policy.agent import make_agent
 from seedrl.policy.numpy_step import NumpyChoice
-from seedrl.policy.values import ValueHeads, epsilon_ladder
+from seedrl.policy.values import ValueHeads, epsilon_ladder, spread
 from seedrl.spec import EnvSpec, spec_from_spaces
 
 FAMILIES = json.loads((Path(__file__).parents[1] / "cases" / "algorithms.json").read_text())["families"]  # fmt: skip
@@ -30,6 +30,16 @@ def test_the_ladder_is_the_published_one(case: dict[str, Any]) -> None:
     given = case["inputs"]
     found = epsilon_ladder(given["base"], given["alpha"], given["num_envs"])
     np.testing.assert_allclose(found, case["expected"]["epsilons"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 32, 100, 256])
+def test_the_first_few_slots_lie_all_over_the_ladder(num_slots: int) -> None:
+    places = spread(num_slots)
+    assert sorted(places.tolist()) == list(range(num_slots))
+    for few in (4, 16, 64):
+        if few < num_slots / 2:
+            gaps = np.diff(np.sort(np.r_[places[:few], num_slots]))
+            assert gaps.max() <= 3 * num_slots / few, (few, gaps)
 
 
 @pytest.mark.parametrize("dueling", [False, True])

@@ -256,6 +256,17 @@ def test_with_the_fewest_tolerance_somebody_can_always_go_on(
             assert not limiter.may_sample(limiter.inserts_for(sampled, batch) - 1, sampled, batch)
 
 
+def test_a_run_that_nobody_learns_from_goes_on_as_if_the_ratio_were_kept() -> None:
+    store = CountingStore(2, 2, 0, 2, extra=40, mode="uniform", limiter=Limiter(3.0, 10.0, 5))
+    slots, appended = np.arange(2), 0
+    for _ in range(200):
+        while store.writer.held_back(slots) is None and appended < 10_000:
+            store.append(slots)
+            appended += 1
+        store.reader.skip()
+    assert appended == 10_000
+
+
 def test_min_fill_is_waited_for_and_named() -> None:
     store = CountingStore(1, 2, 0, 2, extra=40, mode="uniform", limiter=Limiter(None, 0.0, 5))
     fill(store, 10)
