@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from seedrl.policy.heads import Heads
 from seedrl.spec import spec_from_spaces
 from seedrl.store.batch import Batch
 from seedrl.store.blocks import BlockStorage, torch_dtype
+from seedrl.store.kept import KeptRows
 from seedrl.store.plan import StorePlan
+from seedrl.store.ring import RingReader
 from seedrl.store.state import State, leaves
 from seedrl.transport import doorbell
 
@@ -62,6 +65,7 @@ class ReplayStore:
         self.num_slots, self.device = num_slots, torch.device(device)
         self.batch_size = batch_size
         self._blocked_by: str | None = None
+        self._kept: KeptRows | None = None
         stored = Heads(self.spec.action).stored_specs()
         self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed)  # fmt: skip
         self._initial = [leaf.to(self.device) for leaf in leaves(state)]
@@ -127,6 +131,33 @@ class ReplayStore:
     def publish_version(self, version: int) -> None:
         """The version against which `max_lag` is measured."""
         self._reader.publish_version(version)
+
+    def save(self, folder: Path | str) -> None:
+        """Writes what is kept into `folder`; what was written there before and has not changed is not written again.
+
+        Raises: ConfigError with queue, which keeps nothing; CheckpointError when it cannot be written.
+        """
+        kept = self._kept_in(Path(folder))
+        kept.save()
+        kept.finish()
+
+    def restore(self, folder: Path | str) -> int | None:
+        """Brings back what `save` wrote, into a store of the same settings that nothing was appended to: the next draws are the same.
+
+        Returns: unrolls that may be drawn again; None when there is nothing. Raises: CheckpointError when they are of another store.
+        """
+        if self._rows:
+            raise ConfigError(what="rows were appended already", where="restore", do="restore into a new store")  # fmt: skip
+        found = self._kept_in(Path(folder)).restore()
+        self._writer.adopt()
+        return found
+
+    def _kept_in(self, folder: Path) -> KeptRows:
+        if not isinstance(self._reader, RingReader):
+            raise ConfigError(what="queue keeps no rows", where="mode", do="use uniform, prioritized or recent")  # fmt: skip
+        if self._kept is None or self._kept.folder != folder:
+            self._kept = KeptRows(folder, self._storage, self._reader)
+        return self._kept
 
     def stats(self) -> dict[str, Any]:
         """Rows appended, kept and drawn, and what `docs/metrics.md` explains."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,7 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from seedrl.errors import ConfigError, ShapeError
+from seedrl.errors import CheckpointError, ConfigError, ShapeError
 from seedrl.replay import ReplayStore
 
 BOX, CHOICE = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)
@@ -111,6 +112,32 @@ def test_ratio_and_queue_hold_back_and_say_so() -> None:
         queue.append(**a_row(1, 1))
     assert queue.held_back() == "room" and queue.sample(1) is not None
     assert queue.held_back() is None
+
+
+def test_a_store_goes_on_from_a_folder(tmp_path: Path) -> None:
+    def a_store() -> ReplayStore:
+        return ReplayStore(BOX, CHOICE, num_slots=2, capacity=200, mode="prioritized", unroll_length=4)  # fmt: skip
+
+    store, other = a_store(), a_store()
+    assert other.restore(tmp_path / "nothing") is None
+    for number in range(90):
+        store.append(**a_row(2, number))
+    batch = store.sample(8)
+    assert batch is not None
+    store.update_priorities(batch.items, np.arange(8.0))
+    store.save(tmp_path / "kept")
+    assert other.restore(tmp_path / "kept") == 2 * 22
+    for _ in range(20):
+        one, two = store.sample(8), other.sample(8)
+        assert one is not None and two is not None
+        assert one.items.tolist() == two.items.tolist()
+        assert one.obs["observation"].equal(two.obs["observation"])
+    with pytest.raises(ConfigError, match="appended already"):
+        store.restore(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match="another store"):
+        ReplayStore(BOX, CHOICE, num_slots=2, capacity=300, unroll_length=4).restore(tmp_path / "kept")  # fmt: skip
+    with pytest.raises(ConfigError, match="queue keeps no rows"):
+        ReplayStore(BOX, CHOICE, num_slots=2, mode="queue").save(tmp_path)
 
 
 @pytest.mark.parametrize(

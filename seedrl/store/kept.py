@@ -38,7 +38,7 @@ class KeptRows:
     """
 
     def __init__(self, folder: Path, storage: BlockStorage, reader: RingReader) -> None:
-        self._folder, self._storage, self._reader = folder, storage, reader
+        self.folder, self._storage, self._reader = folder, storage, reader
         layout = storage.layout
         self._parts = [(leaf, layout.rule.block_length) for leaf in storage.rows.values()]
         self._parts += [(leaf, layout.rule.states_per_block) for leaf in storage.states]
@@ -72,7 +72,7 @@ class KeptRows:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise CheckpointError(
-                what=f"the kept rows could not be written: {failure}", where=str(self._folder),
+                what=f"the kept rows could not be written: {failure}", where=str(self.folder),
                 do="make room there, or set replay.checkpoint to false",
             ) from failure  # fmt: skip
 
@@ -105,10 +105,10 @@ class KeptRows:
 
     def _write(self, index: dict[str, np.ndarray], blocks: np.ndarray, rows: np.ndarray) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             generations = index["generations"]
             flags = os.O_RDWR | os.O_CREAT
-            fd = os.open(self._folder / _BLOCKS, flags, 0o644)
+            fd = os.open(self.folder / _BLOCKS, flags, 0o644)
             try:
                 for block in blocks.tolist():
                     old = self._generation[block] != generations[block]
@@ -118,12 +118,12 @@ class KeptRows:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            unfinished = self._folder / f".unfinished-{_INDEX}"
+            unfinished = self.folder / f".unfinished-{_INDEX}"
             with unfinished.open("wb") as file:
                 np.savez(file, allow_pickle=False, **index)
                 file.flush()
                 os.fsync(file.fileno())
-            os.rename(unfinished, self._folder / _INDEX)
+            os.rename(unfinished, self.folder / _INDEX)
         except Exception as error:  # told by `finish`, in the learner's own thread
             self._failure = error
 
@@ -143,7 +143,7 @@ class KeptRows:
 
         Returns: unrolls that may be drawn again. Raises: CheckpointError when they are of another store: in what.
         """
-        path = self._folder / _INDEX
+        path = self.folder / _INDEX
         if not path.exists():
             return None
         try:
@@ -180,7 +180,7 @@ class KeptRows:
         """Fills blocks from the file; which of all are there as the index has them: bool [K]."""
         whole = np.zeros(generations.size, bool)
         try:
-            fd = os.open(self._folder / _BLOCKS, os.O_RDONLY)
+            fd = os.open(self.folder / _BLOCKS, os.O_RDONLY)
         except FileNotFoundError:
             return whole
         try:
