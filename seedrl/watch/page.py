@@ -10,6 +10,15 @@ if TYPE_CHECKING:
 
 _BAR = 24
 _MOST_WORKERS = 24
+_LEARNER = (
+    "return_mean",
+    "lag_mean",
+    "learner_wait_time_fraction",
+    "actors_wait_time_fraction",
+    "queued_rows",
+    "replay_rows",
+    "samples_per_insert",
+)
 
 
 def _us(value: float | None) -> str:
@@ -57,5 +66,6 @@ def page(figures: Mapping[str, Any]) -> Group:
     left_out = len(figures["workers"]) - _MOST_WORKERS
     more = [Text(f"and {left_out} more workers", style="dim")] if left_out > 0 else []
     record = figures["record"]
-    learner = [f"{name} {record[name]:.4g}" for name in ("return_mean", "lag_mean", "learner_wait_time_fraction", "actors_wait_time_fraction", "queued_rows") if isinstance(record.get(name), int | float)]  # fmt: skip
+    names = [*_LEARNER, *sorted(name for name in record if name.startswith("blocked_by_"))]
+    learner = [f"{name} {record[name]:.4g}" for name in names if isinstance(record.get(name), int | float)]  # fmt: skip
     return Group(Text(first, style="bold"), Text(limit, style="yellow"), Text("  ".join(learner)), Text(), times, Text(), sizes, Text(), workers, *more)  # fmt: skip
