@@ -508,6 +508,10 @@ def _replay_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], st
     elif replay.capacity is None:
         what = f"{replay.mode} keeps as many rows as there is room for, and nobody said how many"
         yield ("replay.capacity", "replay.mode"), what, "set replay.capacity, in rows"
+    uses = 1 if replay.mode == "recent" and replay.max_uses is None else replay.max_uses
+    if uses is not None and replay.samples_per_insert is not None and replay.samples_per_insert > uses:  # fmt: skip
+        what = f"{replay.samples_per_insert:g} draws of each unroll, which is gone after {uses}"
+        yield ("replay.samples_per_insert", "replay.max_uses", "replay.mode"), what, "raise max_uses, or lower samples_per_insert"  # fmt: skip
     if replay.ratio_tolerance is not None and replay.samples_per_insert is None:
         what = "there is a tolerance, and no ratio"
         yield ("replay.ratio_tolerance",), what, "set replay.samples_per_insert, or leave it out"

@@ -198,3 +198,13 @@ def _prctl(option: int, argument: int) -> None:
     if libc.prctl(option, ctypes.c_ulong(argument), unused, unused, unused) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {argument}): {os.strerror(number)}")
+
+
+def memory_bytes() -> int:
+    """Of this machine, or of the limit that this process is under, where that is less."""
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return has
+    return has if limit == "max" else min(has, int(limit))

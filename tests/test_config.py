@@ -213,6 +213,11 @@ DQN = "algorithm:\n  name: dqn\nreplay:\n  mode: uniform\n  capacity: 9999\n"
             "given.yaml:2 algorithm.name",
             ["no memory", "gru", "r2d2"],
         ),
+        (
+            DQN + "  max_uses: 2\n  samples_per_insert: 3\n",
+            "given.yaml:7 replay.samples_per_insert",
+            ["3 draws", "after 2"],
+        ),
         (DQN + "  ratio_tolerance: 9\n", "given.yaml:6 replay.ratio_tolerance", ["no ratio"]),
         (
             DQN + "  importance_exponent: 1\n",

@@ -27,7 +27,7 @@ from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board
 from seedrl.store.checkpoint import load_checkpoint
-from seedrl.store.memory import allocate, require_device
+from seedrl.store.memory import allocate, require_device, require_room
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import ReplayWriter
 from seedrl.store.weights import Subscriber, WeightsLayout
@@ -462,6 +462,7 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
             config, spec, heads.stored_specs(), state_leaves(policy), layout.num_slots
         )
         weights = WeightsLayout.of(policy)
+        require_room(store_device, plan.blocks.nbytes + plan.control.nbytes, plan.blocks.num_rows)
         memory, replay = allocate(store_device, plan.blocks.nbytes)
         control, buffers = (
             host.memfd("control", plan.control.nbytes),

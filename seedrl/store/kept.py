@@ -28,6 +28,7 @@ from seedrl.store.ring import RingReader
 
 _BLOCKS, _INDEX = "blocks.bin", "index.npz"
 _HEADER_BYTES = 16
+_EPOCH_BITS = 40  # generations of one process, at most
 _COUNTERS = (SAMPLED, LEARNED_ROWS, STALE_ROWS)
 
 
@@ -112,8 +113,7 @@ class KeptRows:
             try:
                 for block in blocks.tolist():
                     old = self._generation[block] != generations[block]
-                    if old or self._rows[block] < rows[block]:
-                        self._write_block(fd, block, int(generations[block]))
+                    if (old or self._rows[block] < rows[block]) and self._write_block(fd, block, int(generations[block])):  # fmt: skip
                         self._generation[block], self._rows[block] = generations[block], rows[block]
                 os.fsync(fd)
             finally:
@@ -127,14 +127,16 @@ class KeptRows:
         except Exception as error:  # told by `finish`, in the learner's own thread
             self._failure = error
 
-    def _write_block(self, fd: int, block: int, generation: int) -> None:
-        """What is overwritten while it is copied is found by its generation, which the index has from before."""
+    def _write_block(self, fd: int, block: int, generation: int) -> bool:
+        """False, and nothing is written, where the block was overwritten meanwhile: the index has its generation from before."""
         data = b"".join(
             leaf[block * count : (block + 1) * count].cpu().numpy().tobytes() for leaf, count in self._parts
         )  # fmt: skip
         header = np.array([generation, zlib.crc32(data)], np.int64).tobytes()
-        if self._reader._control.blocks[block] == generation:
-            os.pwrite(fd, header + data, block * self._record_bytes)
+        if self._reader._control.blocks[block] != generation:
+            return False
+        os.pwrite(fd, header + data, block * self._record_bytes)
+        return True
 
     # ------------------------------------------------------------------------------------------------------- restore
 
@@ -158,11 +160,15 @@ class KeptRows:
         items = index.pop("items")
         numbers = np.arange(tail, seen)
         control.items[numbers % len(control.items)] = items
-        rows = self._reach(reader._entries(numbers).rows)
+        entries = reader._entries(numbers)
+        stood = (generations[entries.blocks] == entries.generations).all(1)  # when it was written
+        rows = self._reach(entries.rows[stood])
         whole = self._read_blocks(np.flatnonzero(rows), generations)
         self._generation[whole], self._rows[whole] = generations[whole], rows[whole]
-        # what is not there counts as overwritten
-        control.blocks[:] = np.where(whole, generations, generations + 1)
+        # what is not there counts as overwritten, and begins anew with a generation that no process before gave to any block: a record
+        # that one of them left must never be taken for one of this one's
+        epoch = (int(max(generations.max(), self._latest)) >> _EPOCH_BITS) + 1
+        control.blocks[:] = np.where(whole, generations, epoch << _EPOCH_BITS)
         control.learner[list(_COUNTERS)] = index.pop("counters")
         control.engine[ITEMS_HEAD] = (
             seen  # the engine has not begun: `RingWriter.adopt` goes on from here
@@ -179,11 +185,16 @@ class KeptRows:
     def _read_blocks(self, blocks: np.ndarray, generations: np.ndarray) -> np.ndarray:
         """Fills blocks from the file; which of all are there as the index has them: bool [K]."""
         whole = np.zeros(generations.size, bool)
+        self._latest = -1  # generation of any record
         try:
             fd = os.open(self.folder / _BLOCKS, os.O_RDONLY)
         except FileNotFoundError:
             return whole
         try:
+            for block in range(generations.size):
+                header = os.pread(fd, _HEADER_BYTES, block * self._record_bytes)
+                if len(header) == _HEADER_BYTES:
+                    self._latest = max(self._latest, int(np.frombuffer(header, np.int64, 1)[0]))
             for block in blocks.tolist():
                 record = os.pread(fd, self._record_bytes, block * self._record_bytes)
                 if len(record) < self._record_bytes:

@@ -48,6 +48,17 @@ def require_device(name: str, where: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def require_room(device: torch.device, nbytes: int, rows: int) -> None:
+    """Raises: ConfigError when so many bytes, of a store of `rows` rows, are more than the device has: with how many would fit."""
+    has = host.memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if nbytes > has:
+        gib = 1 << 30
+        raise ConfigError(
+            what=f"replay takes {nbytes / gib:.1f} GiB for {rows} rows, and {device} has {has / gib:.1f} GiB",
+            where="replay.capacity", do=f"set at most {int(0.9 * has / nbytes * rows)} rows, or lower learner.batch_size",
+        )  # fmt: skip
+
+
 def allocate(device: torch.device, nbytes: int) -> tuple[Tensor, Shared]:
     """`nbytes` zero bytes on the device, as uint8 [nbytes], and how another process reaches them.
 

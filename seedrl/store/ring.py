@@ -126,7 +126,7 @@ class RingReader(ReplayReader):
         self._tail = self._seen = 0  # numbers from the one up to the other may be drawn
         self._tail_blocks = np.zeros(1, np.int64)  # of the oldest one, at the last look
         self._tail_generations = np.full(1, -1)
-        self.redrawn = self.dropped_priorities = self.missed = 0
+        self.redrawn = self.dropped_priorities = self.missed = self.forgiven = 0
 
     # ------------------------------------------------------------------------------------------------------- drawing
 
@@ -158,6 +158,7 @@ class RingReader(ReplayReader):
                 return self._counted(joined(pieces), weights), None
         for piece in pieces:
             self._unuse(piece.items)
+        self.skip()  # whatever the ratio owes, there is nothing to draw it from: acting must go on
         return None, "empty" if self._max_lag is None else "staleness"
 
     def _held_by(self, batch_size: int) -> str | None:
@@ -167,6 +168,7 @@ class RingReader(ReplayReader):
         if not self.limiter.may_sample(self._seen, int(learner[SAMPLED]), batch_size):
             return "ratio"
         if self._tail == self._seen:
+            self.skip()
             return "staleness" if learner[STALE_ROWS] else "empty"
         return None
 
@@ -304,11 +306,14 @@ class RingReader(ReplayReader):
 
     def skip(self) -> None:
         learner, limiter = self._control.learner, self.limiter
-        if limiter.ratio is not None:  # as if it had drawn as many as it should
+        if limiter.ratio is not None:  # as if it had drawn as many as it may
             head = int(self._control.engine[ITEMS_HEAD])
-            drawn = int((head - limiter.min_fill) * limiter.ratio)
-            learner[SAMPLED] = max(int(learner[SAMPLED]), drawn)
-            os.eventfd_write(self._engine_bell, 1)
+            most = (head - limiter.min_fill) * limiter.ratio + limiter.tolerance
+            owed = int(most) - int(learner[SAMPLED])
+            if owed > 0:
+                learner[SAMPLED] += owed
+                self.forgiven += owed
+                os.eventfd_write(self._engine_bell, 1)
 
     def update_priorities(self, items: np.ndarray, priorities: np.ndarray) -> None:
         """Gives drawn items new priorities; those overwritten since are dropped, and counted.
@@ -338,7 +343,8 @@ class RingReader(ReplayReader):
     def figures(self) -> dict[str, float]:
         learner, stride = self._control.learner, self._layout.rule.stride
         return super().figures() | {
-            "replay_rows": self.kept * stride, "samples_per_insert": int(learner[SAMPLED]) / max(self._seen, 1),
+            "replay_rows": self.kept * stride, "samples_per_insert": (int(learner[SAMPLED]) - self.forgiven) / max(self._seen, 1),
+            "forgiven_draws": self.forgiven,
             "redrawn_unrolls": self.redrawn, "missed_unrolls": self.missed, "late_priorities": self.dropped_priorities,
             "stale_rows": int(learner[STALE_ROWS]),
         }  # fmt: skip

@@ -248,6 +248,9 @@ class _Full:
     def held_back(self, slots: np.ndarray) -> None:
         return None
 
+    def adopt(self) -> None:
+        pass
+
     def append(self, slots: np.ndarray, columns: object, states: object) -> int:
         return 0
 

@@ -20,6 +20,10 @@ SHORT = overrides("CartPole-v1", {}, "run.max_seconds=1", "evaluation.episodes=0
         (["batching.max_slots=4"], ["8", "4", "slots"]),
         (["batching.max_batch=3"], ["group of 4", "max_batch 3"]),
         (["env.id=CartPole-v7"], ["CartPole"]),
+        (
+            ["replay.capacity=1_000_000_000_000"],
+            ["replay takes", "1000000000000 rows", "set at most"],
+        ),
         (["env.id=CartPol-v1"], ["CartPole-v1"]),
         (["env.id=no_such_module:thing"], ["no_such_module"]),
         (["env.id=envs:NoSuchThing"], ["NoSuchThing"]),
