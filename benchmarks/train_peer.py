@@ -102,21 +102,25 @@ def small_cnn(channels: int, num_features: int) -> Any:
 # ------------------------------------------------------------------------------------------------------------ stable-baselines3
 
 
+def until(goal: Goal) -> Any:
+    """A callback of stable-baselines3 that ends its training at the goal."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    class UntilGoal(BaseCallback):
+        def _on_step(self) -> bool:
+            returns = [episode["r"] for episode in self.model.ep_info_buffer]
+            return not goal.look(returns, self.num_timesteps)
+
+    return UntilGoal()
+
+
 def sb3(task: Task, seed: int) -> None:
     import numpy as np
     import torch
     from gymnasium import ObservationWrapper, spaces
     from stable_baselines3 import PPO
-    from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-
-    class UntilGoal(BaseCallback):
-        goal = Goal(task)
-
-        def _on_step(self) -> bool:
-            returns = [episode["r"] for episode in self.model.ep_info_buffer]
-            return not self.goal.look(returns, self.num_timesteps)
 
     class Extractor(BaseFeaturesExtractor):
         def __init__(self, space: Any) -> None:
@@ -144,30 +148,23 @@ def sb3(task: Task, seed: int) -> None:
         learning_rate=lambda left: task.learning_rate * left, clip_range=lambda left: task.clip * left, ent_coef=task.entropy, seed=seed,
         stats_window_size=EPISODES, policy_kwargs=kwargs, device="cpu",
     )  # fmt: skip
-    model.learn(task.limit, callback=UntilGoal())
+    model.learn(task.limit, callback=until(Goal(task)))
 
 
 def sb3_dqn(task: Task, seed: int) -> None:
     """rl-zoo's settings for CartPole; it has one environment."""
     from stable_baselines3 import DQN
-    from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    class UntilGoal(BaseCallback):
-        goal = Goal(task)
-
-        def _on_step(self) -> bool:
-            returns = [episode["r"] for episode in self.model.ep_info_buffer]
-            return not self.goal.look(returns, self.num_timesteps)
-
+    goal = Goal(task)
     model = DQN(
         "MlpPolicy", make_vec_env(task.make, n_envs=1, seed=seed), learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1000,
         gamma=0.99, target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16, exploration_final_eps=0.04,
         policy_kwargs={"net_arch": [256, 256]}, seed=seed, stats_window_size=EPISODES, device="cpu",
     )  # fmt: skip
-    model.learn(50_000, callback=UntilGoal())
-    while not UntilGoal.goal.reached:  # its exploration has come to its end
-        model.learn(200_000, callback=UntilGoal(), reset_num_timesteps=False)
+    model.learn(50_000, callback=until(goal))
+    while not goal.reached:  # its exploration has come to its end
+        model.learn(200_000, callback=until(goal), reset_num_timesteps=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ Sample Factory

@@ -207,6 +207,10 @@ class Replay(Section):
         "Nothing is learnt from more updates late than this: with queue acting stops in time, with the others older unrolls are dropped. "
         "null: unbounded, as V-trace corrects for lag; 1 when run.deterministic, with queue.")
 
+    @property
+    def max_uses_or_default(self) -> int | None:
+        return 1 if self.max_uses is None and self.mode == "recent" else self.max_uses
+
 
 class Algorithm(Section):
     """The loss."""
@@ -311,6 +315,10 @@ class Learner(Section):
         "Rows before an unroll that only warm the recurrent state. 0, as states are stored.")
     precision: Literal["float32", "bfloat16"] = Field("float32", description=
         "Of the forward pass in training. float32, as few CPUs are quicker with bfloat16.")
+
+    @property
+    def stride_or_default(self) -> int:
+        return self.stride or self.unroll_length
 
 
 class EvaluationSection(Section):
@@ -428,7 +436,8 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
             what,
             f"set envs_per_worker to {up}, or groups to 1",
         )
-    yield from _replay_contradictions(config)
+    yield from replay_contradictions(config.replay, learner)
+    yield from _learning_contradictions(config)
     unroll_rows, capacity = learner.batch_size * learner.unroll_length, config.replay.capacity
     if config.replay.mode == "queue" and capacity is not None and capacity < unroll_rows:
         what = f"replay.capacity {capacity} rows hold no batch of {learner.batch_size} x {learner.unroll_length}"
@@ -481,12 +490,9 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
         yield ("evaluation.every_s", f"evaluation.{lacking}"), what, do
 
 
-def _replay_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _learning_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Of what is kept with how it is learnt from."""
     replay, learner, algorithm = config.replay, config.learner, config.algorithm
-    if learner.stride is not None and learner.stride > learner.unroll_length:
-        what = f"with a stride of {learner.stride} rows, those between unrolls of {learner.unroll_length} would never be learnt from"
-        yield ("learner.stride", "learner.unroll_length"), what, f"set at most {learner.unroll_length}, or leave it out"  # fmt: skip
     once = ("vtrace", "ppo")
     if algorithm.name in once and replay.mode != "queue":
         what = f"{algorithm.name} learns from rows of its own, recent policy, each once; {replay.mode} keeps old ones and draws them again"
@@ -500,6 +506,15 @@ def _replay_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], st
     if algorithm.name == "dqn" and config.policy.core != "none":
         what = f"dqn has no memory, the policy a {config.policy.core}"
         yield ("algorithm.name", "policy.core"), what, "set algorithm.name to r2d2, or policy.core to none"  # fmt: skip
+
+
+def replay_contradictions(
+    replay: Replay, learner: Learner
+) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """What cannot be of the store alone, whoever learns from it; as `contradictions`."""
+    if learner.stride is not None and learner.stride > learner.unroll_length:
+        what = f"with a stride of {learner.stride} rows, those between unrolls of {learner.unroll_length} would never be learnt from"
+        yield ("learner.stride", "learner.unroll_length"), what, f"set at most {learner.unroll_length}, or leave it out"  # fmt: skip
     if replay.mode == "queue":
         for name in _RING_ONLY:
             if getattr(replay, name) is not None:
@@ -508,7 +523,7 @@ def _replay_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], st
     elif replay.capacity is None:
         what = f"{replay.mode} keeps as many rows as there is room for, and nobody said how many"
         yield ("replay.capacity", "replay.mode"), what, "set replay.capacity, in rows"
-    uses = 1 if replay.mode == "recent" and replay.max_uses is None else replay.max_uses
+    uses = replay.max_uses_or_default
     if uses is not None and replay.samples_per_insert is not None and replay.samples_per_insert > uses:  # fmt: skip
         what = f"{replay.samples_per_insert:g} draws of each unroll, which is gone after {uses}"
         yield ("replay.samples_per_insert", "replay.max_uses", "replay.mode"), what, "raise max_uses, or lower samples_per_insert"  # fmt: skip

@@ -21,7 +21,7 @@ from gymnasium import Space
 from pydantic import ValidationError
 from torch import Tensor
 
-from seedrl.config import Learner, Replay
+from seedrl.config import Learner, Replay, replay_contradictions
 from seedrl.errors import ConfigError, ShapeError
 from seedrl.policy.heads import Heads
 from seedrl.spec import spec_from_spaces
@@ -57,8 +57,8 @@ class ReplayStore:
             _section(Replay, settings),
             _section(Learner, learner | {"batch_size": batch_size}),
         )
-        if sections[0].mode != "queue" and sections[0].capacity is None:
-            raise ConfigError(what=f"{sections[0].mode} keeps as many rows as there is room for, and nobody said how many", where="capacity", do="give capacity, in rows")  # fmt: skip
+        for keys, what, do in replay_contradictions(*sections):
+            raise ConfigError(what=what, where=", ".join(keys), do=do)
         self.spec = spec_from_spaces(
             observation_space, action_space, action_mask="none", env_id="own"
         )
@@ -156,7 +156,7 @@ class ReplayStore:
         if not isinstance(self._reader, RingReader):
             raise ConfigError(what="queue keeps no rows", where="mode", do="use uniform, prioritized or recent")  # fmt: skip
         if self._kept is None or self._kept.folder != folder:
-            self._kept = KeptRows(folder, self._storage, self._reader)
+            self._kept = KeptRows(folder, self._reader)
         return self._kept
 
     def stats(self) -> dict[str, Any]:

@@ -147,7 +147,8 @@ def test_a_store_goes_on_from_a_folder(tmp_path: Path) -> None:
         ({"capacity": 99, "stride": 0}, "stride.*0|0.*stride"), ({"capacity": 99, "burn_in": 100}, "99 rows is less than 117"),
         ({"capacity": 99, "mode": "prioritized", "priority_exponent": -1}, "priority_exponent"),
         ({"capacity": 999, "samples_per_insert": 4.0, "ratio_tolerance": 1.0}, "for ever.*set at least 18"),
-        ({"capacity": 99, "sise": 3}, "sise"),
+        ({"capacity": 99, "sise": 3}, "sise"), ({"mode": "queue", "max_uses": 2}, "max_uses.*queue has each once"),
+        ({"capacity": 99, "priority_exponent": 0.5}, "priority_exponent.*uniform has none"), ({"capacity": 99, "stride": 17}, "17 rows, those between"),
     ],
 )  # fmt: skip
 def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str) -> None:

@@ -285,8 +285,8 @@ class Engine:
         if self.writer is not None and (training is None or training.size):
             held_by = self.writer.held_back(rows if training is None else rows[training])
             if held_by is not None or self._blocked_since:
-                for reason_ in ("room", "ratio"):
-                    self._blocked(f"blocked_{reason_}_ns", held_by == reason_)
+                for why in ("room", "ratio"):
+                    self._blocked(f"blocked_{why}_ns", held_by == why)
             if held_by is not None:
                 kept = self.seating.evaluation[groups]
                 groups, lines = groups[kept], lines[kept]

@@ -33,7 +33,7 @@ from seedrl.policy.base import Heads, Policy, imported
 from seedrl.spec import EnvSpec
 from seedrl.store.batch import Batch
 from seedrl.store.blocks import BlockStorage
-from seedrl.store.board import Board, EpisodeReader
+from seedrl.store.board import BLOCKED, Board, EpisodeReader
 from seedrl.store.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from seedrl.store.kept import KeptRows
 from seedrl.store.memory import Shared, open_shared, require_device
@@ -119,7 +119,7 @@ class Learner:
         self.restored: int | None = None  # unrolls that a resumed run found
         self.kept = None
         if isinstance(reader, RingReader) and config.replay.checkpoint:
-            self.kept = KeptRows(run_dir / "replay", reader.storage, reader)
+            self.kept = KeptRows(run_dir / "replay", reader)
         self.total_updates = self._total_updates()
 
     def _total_updates(self) -> int | None:
@@ -128,8 +128,7 @@ class Learner:
         draws = 1.0 if replay.mode == "queue" else replay.samples_per_insert
         if steps is None or draws is None:
             return None
-        unroll = learner.stride or learner.unroll_length
-        return max(1, int(steps * draws) // (learner.batch_size * unroll))
+        return max(1, int(steps * draws) // (learner.batch_size * learner.stride_or_default))
 
     # ------------------------------------------------------------------------------------------------------ update
 
@@ -202,7 +201,7 @@ class Learner:
             "time_s": time.monotonic(), "updates": self.updates, "waited_ns": self.reader.waited_ns,
             "env_steps": board.get("env_steps"), "batches": board.fired,
             "rows": board.get("rows_acted") + board.get("evaluation_rows"),
-            "blocked_ns": sum(board.get(f"blocked_{why}_ns") for why in ("room", "ratio", "lag")),
+            "blocked_ns": sum(map(board.get, BLOCKED)),
         }  # fmt: skip
 
     @staticmethod

@@ -347,8 +347,7 @@ class Default(Policy):
     def _encoded(self, encoder: nn.Module, obs: Observation, first: Tensor) -> Tensor:
         """Features float32 [T, B, n]. Large leaves of stored rows lie unroll by unroll, and are encoded so, without a copy."""
         rows, columns = first.shape
-        some = next(iter(obs.values())) if isinstance(obs, dict) else obs
-        if isinstance(obs, Tensor) and not some.is_contiguous() and some.transpose(0, 1).is_contiguous():  # fmt: skip
+        if isinstance(obs, Tensor) and not obs.is_contiguous() and obs.transpose(0, 1).is_contiguous():  # fmt: skip
             by_unroll: Tensor = encoder(obs.transpose(0, 1).flatten(0, 1))
             return by_unroll.view(columns, rows, -1).transpose(0, 1)
         if isinstance(obs, dict):

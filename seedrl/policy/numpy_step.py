@@ -271,10 +271,8 @@ class _NumpyGreedy(NumpyChoice):
         if best is not None:
             epsilon[best] = 0.0
         explores = self._rng.random(count, np.float32) < epsilon
-        share = (1 - epsilon) + epsilon / inputs.shape[1]
-        action = greedy
-        if mask is not None:
-            share = (1 - epsilon) + epsilon / np.maximum(np.count_nonzero(mask, 1), 1)
+        legal = inputs.shape[1] if mask is None else np.maximum(np.count_nonzero(mask, 1), 1)
+        share, action = (1 - epsilon) + epsilon / legal, greedy
         if explores.any():
             self._rng.random(dtype=np.float32, out=draws)
             if mask is not None:

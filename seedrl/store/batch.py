@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,29 +49,25 @@ class Batch(NamedTuple):
         """The same batch on another device; itself where it lies there already."""
         if self.reward.device == device:
             return self
-
-        def moved(part: Any) -> Any:
-            if isinstance(part, Tensor):
-                return part.to(device)
-            if isinstance(part, dict):
-                return {name: leaf.to(device) for name, leaf in part.items()}
-            return part
-
-        state = rebuild(self.state, [leaf.to(device) for leaf in leaves(self.state)])
-        return Batch(*map(moved, self))._replace(state=state)
+        return self._map(lambda leaf, _: leaf.to(device))
 
     def columns(self, index: Tensor) -> Batch:
         """The unrolls `index`, int64 [b]."""
+        some = self._map(lambda leaf, axis: leaf.index_select(axis, index))
+        return some._replace(items=self.items[index.cpu().numpy()])
 
-        def taken(part: Any) -> Any:
+    def _map(self, over: Callable[[Tensor, int], Tensor]) -> Batch:
+        """`over(leaf, axis of the unrolls)` in the place of every tensor."""
+
+        def mapped(part: Any) -> Any:
             if isinstance(part, Tensor):
-                return part.index_select(0 if part.dim() == 1 else 1, index)
+                return over(part, min(part.dim() - 1, 1))
             if isinstance(part, dict):
-                return {name: taken(leaf) for name, leaf in part.items()}
-            return part[index.cpu().numpy()] if isinstance(part, np.ndarray) else part
+                return {name: over(leaf, 1) for name, leaf in part.items()}
+            return part
 
-        state = rebuild(self.state, [leaf.index_select(0, index) for leaf in leaves(self.state)])
-        return Batch(*map(taken, self._replace(state=None)))._replace(state=state)
+        state = rebuild(self.state, [over(leaf, 0) for leaf in leaves(self.state)])
+        return Batch(*map(mapped, self._replace(state=None)))._replace(state=state)
 
 
 def joined(batches: list[Batch]) -> Batch:

@@ -26,6 +26,9 @@ COUNTERS = (
     "fired_full", "fired_all_ready", "fired_wait", "fired_hard_deadline", "live_slots", "unfinished_groups", "policy_version",
     "asks_head",
 )  # fmt: skip
+BLOCKED = tuple(
+    name for name in COUNTERS if name.startswith("blocked_")
+)  # what the actors waited for
 HISTOGRAMS = ("rtt_ns", "wait_ns", "ingest_ns", "forward_ns", "answer_ns", "append_ns", "deschedule_ns", "batch_rows", "env_step_ns")  # fmt: skip
 EPISODES = 1 << 14
 BATCHES = 1 << 13  # a second and more of the smallest batches

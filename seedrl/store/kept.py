@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from seedrl.errors import CheckpointError
-from seedrl.store.blocks import BlockStorage
 from seedrl.store.replay import ITEMS_HEAD, LEARNED_ROWS, SAMPLED, STALE_ROWS
 from seedrl.store.ring import RingReader
 
@@ -38,9 +37,9 @@ class KeptRows:
     Args: folder: of the run, made if need be.
     """
 
-    def __init__(self, folder: Path, storage: BlockStorage, reader: RingReader) -> None:
-        self.folder, self._storage, self._reader = folder, storage, reader
-        layout = storage.layout
+    def __init__(self, folder: Path, reader: RingReader) -> None:
+        self.folder, self._storage, self._reader = folder, reader.storage, reader
+        storage, layout = reader.storage, reader.storage.layout
         self._parts = [(leaf, layout.rule.block_length) for leaf in storage.rows.values()]
         self._parts += [(leaf, layout.rule.states_per_block) for leaf in storage.states]
         self._record_bytes = _HEADER_BYTES + sum(leaf[0].nbytes * count for leaf, count in self._parts)  # fmt: skip
@@ -163,11 +162,11 @@ class KeptRows:
         entries = reader._entries(numbers)
         stood = (generations[entries.blocks] == entries.generations).all(1)  # when it was written
         rows = self._reach(entries.rows[stood])
-        whole = self._read_blocks(np.flatnonzero(rows), generations)
+        whole, latest = self._read_blocks(np.flatnonzero(rows), generations)
         self._generation[whole], self._rows[whole] = generations[whole], rows[whole]
         # what is not there counts as overwritten, and begins anew with a generation that no process before gave to any block: a record
         # that one of them left must never be taken for one of this one's
-        epoch = (int(max(generations.max(), self._latest)) >> _EPOCH_BITS) + 1
+        epoch = (int(max(generations.max(), latest)) >> _EPOCH_BITS) + 1
         control.blocks[:] = np.where(whole, generations, epoch << _EPOCH_BITS)
         control.learner[list(_COUNTERS)] = index.pop("counters")
         control.engine[ITEMS_HEAD] = (
@@ -182,19 +181,18 @@ class KeptRows:
         if differ:
             raise CheckpointError(what="the kept rows are of another store; " + "; ".join(differ), where=str(path), do=_APART)  # fmt: skip
 
-    def _read_blocks(self, blocks: np.ndarray, generations: np.ndarray) -> np.ndarray:
-        """Fills blocks from the file; which of all are there as the index has them: bool [K]."""
-        whole = np.zeros(generations.size, bool)
-        self._latest = -1  # generation of any record
+    def _read_blocks(self, blocks: np.ndarray, generations: np.ndarray) -> tuple[np.ndarray, int]:
+        """Fills blocks from the file; which of all are there as the index has them, bool [K], and the largest generation in the file."""
+        whole, latest = np.zeros(generations.size, bool), -1
         try:
             fd = os.open(self.folder / _BLOCKS, os.O_RDONLY)
         except FileNotFoundError:
-            return whole
+            return whole, latest
         try:
             for block in range(generations.size):
                 header = os.pread(fd, _HEADER_BYTES, block * self._record_bytes)
                 if len(header) == _HEADER_BYTES:
-                    self._latest = max(self._latest, int(np.frombuffer(header, np.int64, 1)[0]))
+                    latest = max(latest, int(np.frombuffer(header, np.int64, 1)[0]))
             for block in blocks.tolist():
                 record = os.pread(fd, self._record_bytes, block * self._record_bytes)
                 if len(record) < self._record_bytes:
@@ -211,7 +209,7 @@ class KeptRows:
                     at += part.nbytes
         finally:
             os.close(fd)
-        return whole
+        return whole, latest
 
 
 _APART = "go on with the run's own configuration, or remove the folder to begin with an empty store"

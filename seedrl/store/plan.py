@@ -97,15 +97,10 @@ class StorePlan:
         ends = (storage, self.control, memory, bell, engine_bell, gather)
         if self.control.ring:
             return RingReader(
-                *ends, self.max_lag, selector=self._selector(), limiter=self.limiter, max_uses=self._max_uses
+                *ends, self.max_lag, selector=self._selector(), limiter=self.limiter, max_uses=self.replay.max_uses_or_default
             )  # fmt: skip
         # an iteration's first rows are the bootstrap rows of the one before
         return QueueReader(*ends, 1 if self.iterations else self.max_lag)
-
-    @property
-    def _max_uses(self) -> int | None:
-        uses = self.replay.max_uses
-        return 1 if uses is None and self.replay.mode == "recent" else uses
 
     def _selector(self) -> Selector:
         replay, capacity = self.replay, self.control.capacity
@@ -116,13 +111,13 @@ class StorePlan:
                 capacity, self.seed, replay.priority_exponent, replay.importance_exponent,
                 replay.weights_over == "store",
             )  # fmt: skip
-        if self._max_uses is not None:  # those used up are not even tried
+        if self.replay.max_uses_or_default is not None:  # those used up are not even tried
             return Prioritized(capacity, self.seed, 0.0, 0.0, False)
         return Uniform(self.seed)
 
 
 def unroll_rule(replay: Replay, learner: Learner) -> UnrollRule:
-    stride = learner.stride or learner.unroll_length
+    stride = learner.stride_or_default
     common = math.gcd(learner.unroll_length, learner.burn_in, stride)
     default = common if replay.mode == "queue" else max(common, _SHORT_BLOCK)
     return UnrollRule(
@@ -147,7 +142,8 @@ def _queue_blocks(replay: Replay, batch_size: int, rule: UnrollRule, num_slots: 
 
 def _ring_blocks(replay: Replay, rule: UnrollRule, num_slots: int) -> int:
     """Those of every slot's open unrolls come on top of the capacity."""
-    capacity, open_blocks = replay.capacity or 0, num_slots * rule.blocks_held
+    capacity, open_blocks = replay.capacity, num_slots * rule.blocks_held
+    assert capacity is not None, "replay_contradictions() asks for one"
     fewest = (replay.min_fill or 0) + rule.num_rows
     if capacity < fewest:
         raise ConfigError(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from seedrl.errors import ConfigError
 from seedrl.store.batch import Batch, joined
 from seedrl.store.blocks import Unrolls
 from seedrl.store.limiter import Limiter
@@ -28,6 +27,7 @@ from seedrl.store.replay import (
     ReplayWriter,
 )
 from seedrl.store.selectors import Selector
+from seedrl.store.sum_tree import check_priorities
 
 _FEW, _MANY = 8, 256  # unrolls looked at for what is gone: at first, and then at a time
 _TRIES = 100  # of a batch, before the learner waits for new unrolls
@@ -178,13 +178,13 @@ class RingReader(ReplayReader):
         if not numbers.size:
             return None, None
         entries = self._entries(numbers)
-        good = self._whole(entries) & self._fresh(numbers)
+        there = self._whole(entries) & self._fresh(numbers)
+        good = there.copy()
         if self._max_uses is not None:
-            good[good] = self._within_uses(numbers[good])
+            good[there] = self._within_uses(numbers[there])
         if good.all():
             return entries, weights
-        bad = numbers[~good]
-        self.selector.remove(bad[~self._whole(self._entries(bad)) | ~self._fresh(bad) | self._used_up(bad)])  # fmt: skip
+        self.selector.remove(numbers[~there | self._used_up(numbers)])
         return _Entries(*(part[good] for part in entries)), None if weights is None else weights[good]  # fmt: skip
 
     def _within_uses(self, numbers: np.ndarray) -> np.ndarray:
@@ -218,7 +218,7 @@ class RingReader(ReplayReader):
         if not weights:
             return batch
         weight = np.concatenate(weights)
-        if not getattr(self.selector, "over_store", False):
+        if not self.selector.over_store:
             weight /= weight.max()
         return batch._replace(weights=torch.from_numpy(weight.astype(np.float32)).to(batch.reward.device))  # fmt: skip
 
@@ -320,13 +320,7 @@ class RingReader(ReplayReader):
 
         Raises: ConfigError for a priority that is negative or not finite: which one, and nothing is changed then.
         """
-        wrong = ~(np.isfinite(priorities) & (priorities >= 0))
-        if wrong.any():
-            worst = int(wrong.argmax())
-            raise ConfigError(
-                what=f"the priority of item {int(items[worst])} is {float(priorities[worst])}", where="priorities",
-                do="give numbers from 0 on; check the loss for infinities",
-            )  # fmt: skip
+        check_priorities("item", items, priorities)
         there = (items >= self._tail) & (items < self._seen)
         there[there] = self._whole(self._entries(items[there])) & ~self._used_up(items[there])
         self.dropped_priorities += int(np.count_nonzero(~there))

@@ -23,6 +23,8 @@ class Drawn(NamedTuple):
 
 
 class Selector(Protocol):
+    over_store: bool  # whether weights are final; else the largest of a batch is to be 1
+
     def insert(self, numbers: np.ndarray) -> None:
         """Admits new unrolls, int64 [n], in their order."""
         ...
@@ -49,6 +51,8 @@ class Selector(Protocol):
 class Uniform:
     """Each with the same probability, with replacement."""
 
+    over_store = False
+
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
@@ -73,6 +77,8 @@ class Uniform:
 
 class Recent:
     """The newest that were not removed, each once in a draw."""
+
+    over_store = False
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

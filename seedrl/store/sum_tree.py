@@ -45,13 +45,7 @@ class SumTree:
 
         Raises: ConfigError for a priority that is negative or not finite: which one, and nothing is changed then.
         """
-        wrong = ~(np.isfinite(priorities) & (priorities >= 0))
-        if wrong.any():
-            worst = int(wrong.argmax())
-            raise ConfigError(
-                what=f"the priority of place {int(places[worst])} is {float(priorities[worst])}", where="priorities",
-                do="give numbers from 0 on; check the loss for infinities",
-            )  # fmt: skip
+        check_priorities("place", places, priorities)
         nodes = self._nodes
         at = self._leaves + places
         nodes[at] = priorities
@@ -80,6 +74,17 @@ class SumTree:
             left = np.where(right, left - low, left)
             at += right
         return at - self._leaves
+
+
+def check_priorities(kind: str, numbers: np.ndarray, priorities: np.ndarray) -> None:
+    """Raises: ConfigError for a priority [n] that is negative or not finite, by the number, int64 [n], of its `kind`."""
+    wrong = ~(np.isfinite(priorities) & (priorities >= 0))
+    if wrong.any():
+        worst = int(wrong.argmax())
+        raise ConfigError(
+            what=f"the priority of {kind} {int(numbers[worst])} is {float(priorities[worst])}", where="priorities",
+            do="give numbers from 0 on; check the loss for infinities",
+        )  # fmt: skip
 
 
 def importance_weights(

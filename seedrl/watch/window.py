@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from seedrl.metrics import Histogram
-from seedrl.store.board import COUNTERS, ENGINE_STAGES, STAGES, Board
+from seedrl.store.board import BLOCKED, COUNTERS, ENGINE_STAGES, STAGES, Board
 
 _PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9}
 _EVERY_S, _KEPT = 1.0, 5
@@ -101,7 +101,7 @@ class Window:
         in_engine = sum(means[f"{stage}_ns"] for stage in STAGES if stage != "append")
         around = means["rtt_ns"] + means["env_step_ns"]
         transport = max(0.0, means["rtt_ns"] - in_engine) / around if around else 0.0
-        held = sum(count[f"blocked_{why}_ns"] for why in ("room", "ratio", "lag")) / window_ns
+        held = sum(count[name] for name in BLOCKED) / window_ns
         return Shares(min(held, 1.0), min(engine, 1.0), min(inside, 1.0), transport)
 
 

@@ -29,7 +29,14 @@ def a_store(mode: str, **more: Any) -> CountingStore:
 
 
 def kept(store: CountingStore, folder: Path) -> KeptRows:
-    return KeptRows(folder, store.storage, store.reader)
+    return KeptRows(folder, store.reader)
+
+
+def written(store: CountingStore, folder: Path) -> KeptRows:
+    saver = kept(store, folder)
+    assert saver.save()
+    saver.finish()
+    return saver
 
 
 def fill(store: CountingStore, steps: int, random: Random | None = None) -> None:
@@ -49,9 +56,7 @@ def test_the_next_draws_are_those_of_the_store_that_went_on(mode: str, tmp_path:
     fill(store, 150, Random(1))
     batch = store.reader.sample(6, timeout_s=0)
     store.reader.update_priorities(batch.items, np.linspace(0.1, 4, 6))
-    saver = kept(store, tmp_path)
-    assert saver.save()
-    saver.finish()
+    written(store, tmp_path)
     resumed = a_store(mode)
     found = kept(resumed, tmp_path).restore()
     resumed.writer.adopt()
@@ -99,9 +104,7 @@ def test_counters_of_the_ratio_go_on(tmp_path: Path) -> None:
     while store.writer.held_back(np.arange(3)) is None:
         store.append(np.arange(3))
     store.reader.sample(4, timeout_s=0)
-    saver = kept(store, tmp_path)
-    saver.save()
-    saver.finish()
+    written(store, tmp_path)
     resumed = a_store("uniform", limiter=limiter)
     kept(resumed, tmp_path).restore()
     resumed.writer.adopt()
@@ -150,10 +153,7 @@ def _torn(folder: Path, how: Callable[[bytearray], None]) -> None:
 def test_a_torn_block_takes_only_its_own_unrolls(tmp_path: Path) -> None:
     store = a_store("uniform")
     fill(store, 100)
-    saver = kept(store, tmp_path)
-    saver.save()
-    saver.finish()
-    record = saver._record_bytes
+    record = written(store, tmp_path)._record_bytes
 
     def flip(data: bytearray) -> None:
         data[7 * record + 40] ^= 1
@@ -169,9 +169,7 @@ def test_a_torn_block_takes_only_its_own_unrolls(tmp_path: Path) -> None:
 def test_rows_of_another_store_are_refused_by_name(tmp_path: Path) -> None:
     store = a_store("uniform")
     fill(store, 50)
-    saver = kept(store, tmp_path)
-    saver.save()
-    saver.finish()
+    written(store, tmp_path)
     other = CountingStore(3, 4, 3, 5, extra=70, stride=2, mode="uniform")
     with pytest.raises(CheckpointError, match="another store; blocks: here 79, there 69"):
         kept(other, tmp_path).restore()

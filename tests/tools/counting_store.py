@@ -59,7 +59,6 @@ class CountingStore:
             )  # fmt: skip
 
         mine = ends()
-        self.storage = mine[0]
         gather = Gather(mine[0], (state[0],), cross_episodes)
         if ring:
             selectors: dict[str, Selector] = {
