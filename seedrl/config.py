@@ -187,10 +187,17 @@ class Replay(Section):
         "Draws by which samples_per_insert may be off, either way. null: twice the fewest with which nobody waits for ever.")
     max_uses: int | None = Field(None, ge=1, le=1_000_000, description=
         "Draws of an unroll, after which it is gone; not with queue. null: 1 with recent, any number with the others.")
+    initial_priority: Literal["largest", "acting"] = Field("largest", description=
+        "prioritized: what new unrolls have. largest: the largest so far, so that each is drawn soon; acting: by the values of the policy that "
+        "acted, as in Ape-X, which costs two columns.")
     priority_exponent: float = Field(0.6, ge=0, le=10, description=
         "prioritized: priorities are raised to this; 0 draws uniformly. 0.6 as in Prioritized Experience Replay; R2D2 takes 0.9.")
+    priority_exponent_end: float | None = Field(None, ge=0, le=10, description=
+        "prioritized: to what priority_exponent goes evenly, by the run's end. null: it stays.")
     importance_exponent: float = Field(0.4, ge=0, le=1, description=
         "prioritized: how far weights correct for uneven draws; 1 in full. 0.4 as in the paper; R2D2 takes 0.6.")
+    importance_exponent_end: float | None = Field(None, ge=0, le=1, description=
+        "prioritized: to what importance_exponent goes evenly, by the run's end; 1 in the first paper. null: it stays, as in Ape-X and R2D2.")
     weights_over: Literal["batch", "store"] = Field("batch", description=
         "prioritized: whose largest weight is 1. batch, as is usual; store makes weights of different batches comparable.")
     checkpoint: bool = Field(True, description=
@@ -408,7 +415,10 @@ _Q_ONLY = (
     "n_step", "double", "dueling", "value_rescale", "target_period", "epsilon", "epsilon_exponent", "priority_mix",
 )  # fmt: skip
 _RING_ONLY = ("min_fill", "samples_per_insert", "max_uses")
-_PRIORITY_ONLY = ("priority_exponent", "importance_exponent", "weights_over")
+_EXPONENT_ENDS = ("priority_exponent_end", "importance_exponent_end")
+_PRIORITY_ONLY = (
+    "priority_exponent", "importance_exponent", "weights_over", "initial_priority", *_EXPONENT_ENDS,
+)  # fmt: skip
 
 
 def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -482,6 +492,10 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
     if learner.schedule != "constant" and config.replay.mode != "queue" and config.replay.samples_per_insert is None:  # fmt: skip
         what = f"a {learner.schedule} schedule needs to know how many updates the steps make"
         yield ("learner.schedule", "replay.samples_per_insert"), what, "set replay.samples_per_insert, or the schedule to constant"  # fmt: skip
+    for name in _EXPONENT_ENDS:
+        if getattr(config.replay, name) is not None and (config.run.max_steps is None or config.replay.samples_per_insert is None):  # fmt: skip
+            what = f"{name} needs to know how many updates the run has"
+            yield (f"replay.{name}", "run.max_steps", "replay.samples_per_insert"), what, "set run.max_steps and replay.samples_per_insert, or leave it out"  # fmt: skip
     evaluation = config.evaluation
     if evaluation.every_s and not (evaluation.slots and evaluation.episodes):
         lacking = "slots" if not evaluation.slots else "episodes"
@@ -503,6 +517,9 @@ def _learning_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], 
     if algorithm.name in Q_LEARNING and replay.mode == "queue":
         what = f"{algorithm.name} learns from rows that are kept, which queue does not"
         yield ("algorithm.name", "replay.mode"), what, "set replay.mode to prioritized or uniform"
+    if replay.initial_priority == "acting" and not algorithm.values_actions:
+        what = f"first priorities are errors of the values of actions, which {algorithm.name} has none of"
+        yield ("replay.initial_priority", "algorithm.name"), what, "set replay.initial_priority to largest, or algorithm.name to dqn or r2d2"  # fmt: skip
     if algorithm.name == "dqn" and config.policy.core != "none":
         what = f"dqn has no memory, the policy a {config.policy.core}"
         yield ("algorithm.name", "policy.core"), what, "set algorithm.name to r2d2, or policy.core to none"  # fmt: skip

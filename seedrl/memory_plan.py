@@ -16,7 +16,7 @@ def rows_of(config: Config, spec: EnvSpec, num_slots: int) -> tuple[list[tuple[s
 
     Raises: ConfigError, as a run's start does.
     """
-    from seedrl.policy.agent import make_agent
+    from seedrl.policy.agent import make_agent, stored_extras
     from seedrl.store.plan import StorePlan
     from seedrl.store.state import leaves
     from seedrl.store.weights import WeightsLayout
@@ -24,7 +24,8 @@ def rows_of(config: Config, spec: EnvSpec, num_slots: int) -> tuple[list[tuple[s
 
     policy, heads = make_agent(config, spec, num_slots)
     state = leaves(policy.initial_state(1))
-    plan = StorePlan.of(config, spec, heads.stored_specs(), state, num_slots)
+    extras = stored_extras(config, policy)
+    plan = StorePlan.of(config, spec, heads.stored_specs(), state, num_slots, extras)
     rule, blocks = plan.blocks.rule, plan.blocks.num_blocks
     slab = SlabLayout.of(spec, num_slots, min(num_slots, MAX_GROUPS))
     found = [(f"slab, {num_slots} slots", "", slab.nbytes)]

@@ -26,7 +26,7 @@ from seedrl.errors import ConfigError, ShapeError
 from seedrl.policy.heads import Heads
 from seedrl.spec import spec_from_spaces
 from seedrl.store.batch import Batch
-from seedrl.store.blocks import BlockStorage, torch_dtype
+from seedrl.store.blocks import BlockStorage, RowSpecs, torch_dtype
 from seedrl.store.kept import KeptRows
 from seedrl.store.plan import StorePlan
 from seedrl.store.ring import RingReader
@@ -43,13 +43,14 @@ class ReplayStore:
         observation_space, action_space: of one environment. num_slots: environments that are appended.
         state: the policy's recurrent state for one slot, each leaf [1, ...]; () for none.
         device: where rows lie. batch_size: largest batch that will be asked for.
+        extras: what else is stored beside each row: dtype and shape by name, `{"teacher_logits": (torch.float32, (18,))}`.
         settings: fields of the configuration's `replay` section, and `unroll_length`, `burn_in`, `stride` of `learner`.
     Raises: ConfigError for a setting that cannot be: which one, and what to do.
     """
 
     def __init__(
         self, observation_space: Space[Any], action_space: Space[Any], *, num_slots: int, state: State = (),
-        device: str | torch.device = "cpu", batch_size: int = 32, seed: int = 0, **settings: Any,
+        device: str | torch.device = "cpu", batch_size: int = 32, seed: int = 0, extras: RowSpecs | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         learner = {name: settings.pop(name) for name in _LENGTHS if name in settings}
         settings.setdefault("mode", "uniform")
@@ -67,7 +68,7 @@ class ReplayStore:
         self._blocked_by: str | None = None
         self._kept: KeptRows | None = None
         stored = Heads(self.spec.action).stored_specs()
-        self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed)  # fmt: skip
+        self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed, extras)  # fmt: skip
         self._initial = [leaf.to(self.device) for leaf in leaves(state)]
         memory = torch.from_numpy(np.zeros(self.plan.blocks.nbytes, np.uint8)).to(self.device)
         self._storage = BlockStorage(self.plan.blocks, memory)
@@ -77,6 +78,7 @@ class ReplayStore:
         self._every = np.arange(num_slots)
         self._obs = [leaf.name for leaf in self.spec.observation]
         self._actions = [leaf.name for leaf in self.spec.action]
+        self._extras = list(extras or {})
         self._rows = 0
 
     def held_back(self, slots: np.ndarray | None = None) -> str | None:
@@ -85,12 +87,12 @@ class ReplayStore:
 
     def append(
         self, *, obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any, first: Any, log_prob: Any = 0.0, value: Any = 0.0,
-        version: int = 0, state: State | None = None, slots: np.ndarray | None = None,
+        version: int = 0, state: State | None = None, slots: np.ndarray | None = None, extras: Mapping[str, Any] | None = None,
     ) -> int:  # fmt: skip
         """Appends one row to each slot, arrays or tensors [B, ...]; B is `num_slots` unless `slots`, int64 [B], says which.
 
         Args: state: entering the row, leaves [B, ...]; None: the initial one. obs, action: dicts by leaf where the space has several.
-            action: as it is stored, choices counted from 0.
+            action: as it is stored, choices counted from 0. extras: a column for each that was named at the start.
         Returns: rows that became drawable. Raises: ShapeError, naming the argument; ConfigError when `held_back`.
         """
         at = self._every if slots is None else np.asarray(slots, np.int64)
@@ -104,6 +106,7 @@ class ReplayStore:
         given: dict[str, Any] = {"reward": reward, "log_prob": log_prob, "value": value}
         given |= {f"obs/{name}": leaf for name, leaf in _by_leaf("obs", obs, self._obs).items()}
         given |= {f"action/{name}": leaf for name, leaf in _by_leaf("action", action, self._actions).items()}  # fmt: skip
+        given |= {f"extra/{name}": leaf for name, leaf in _by_leaf("extras", extras or {}, self._extras).items()}  # fmt: skip
         columns = {name: self._column(name, values, count) for name, values in given.items()}
         flags = np.zeros((count, 4), np.uint8)
         for column, values in enumerate((terminated, truncated, first)):
@@ -127,6 +130,10 @@ class ReplayStore:
     def update_priorities(self, items: np.ndarray, priorities: Any) -> None:
         """Gives drawn unrolls `batch.items` new priorities [B]; late ones, of unrolls overwritten since, are dropped and counted."""
         self._reader.update_priorities(items, _host(priorities))
+
+    def set_progress(self, share: float) -> None:
+        """How much of the training is over, from 0 to 1: what `importance_exponent_end` and `priority_exponent_end` go by."""
+        self._reader.set_progress(share)
 
     def publish_version(self, version: int) -> None:
         """The version against which `max_lag` is measured."""
@@ -207,7 +214,7 @@ def _by_leaf(what: str, values: Any, names: list[str]) -> dict[str, Any]:
     values = {short.get(name, name): leaf for name, leaf in values.items()}
     if sorted(values) != sorted(names):
         raise ShapeError(
-            what=f"{what} has the leaves {sorted(values)}; the space has {sorted(names)}", do="give a dict with each of them",
+            what=f"{what} has the leaves {sorted(values)}; there must be {sorted(names)}", do="give a dict with each of them",
         )  # fmt: skip
     return values
 

@@ -164,3 +164,29 @@ def test_a_row_of_another_shape_is_refused_by_name() -> None:
     with pytest.raises(ShapeError, match="action has the leaves"):
         store.append(**a_row(2, 0, action={"torque": np.zeros(2)}))
     assert store.stats()["appended_rows"] == 0
+
+
+def test_extras_lie_beside_their_rows() -> None:
+    extras = {"teacher": (torch.float32, (4,)), "token": (torch.int32, ())}
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100, unroll_length=4, extras=extras)
+    for number in range(50):
+        teacher = np.full((2, 4), number + 0.5, np.float32)
+        store.append(**a_row(2, number, extras={"teacher": teacher, "token": [number, -number]}))
+    batch = store.sample(8)
+    assert batch is not None and batch.extras["token"].dtype is torch.int32
+    rows = batch.obs["observation"][..., 0]
+    assert torch.equal(batch.extras["teacher"], (rows + 0.5)[..., None].expand(-1, -1, 4))
+    assert torch.equal(batch.extras["token"].abs().float(), rows)
+    some = batch.columns(torch.tensor([3, 1]))
+    assert torch.equal(some.extras["token"], batch.extras["token"][:, [3, 1]])
+
+
+@pytest.mark.parametrize(("extras", "said"), [
+    ({}, "extras has the leaves []; there must be ['teacher']"),
+    ({"teacher": np.zeros((2, 3))}, "extra.teacher has the shape [2, 3]; it must be [2, 4]"),
+    ({"other": np.zeros((2, 4))}, "there must be ['teacher']"),
+])  # fmt: skip
+def test_extras_of_another_shape_are_refused_by_name(extras: dict[str, Any], said: str) -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100, unroll_length=4, extras={"teacher": (torch.float32, (4,))})  # fmt: skip
+    with pytest.raises(ShapeError, match=re.escape(said)):
+        store.append(**a_row(2, 0, extras=extras))

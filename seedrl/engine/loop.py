@@ -22,7 +22,7 @@ from seedrl.config import Config
 from seedrl.engine.batcher import Reason, Rule, choose, reason_to_fire, us_until_fire
 from seedrl.engine.step import PolicyStep, state_leaves
 from seedrl.errors import RunError, SeedrlError
-from seedrl.policy.agent import make_agent
+from seedrl.policy.agent import make_agent, stored_extras
 from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import Board
@@ -433,16 +433,10 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     policy, heads = make_agent(config, spec, layout.num_slots)
     policy = policy.eval().to(device)
     max_batch = min(config.batching.max_batch or layout.num_slots, layout.num_slots)
+    extras = stored_extras(config, policy) if start["learner"] else {}
     step = PolicyStep(
-        policy,
-        heads,
-        slab,
-        layout.num_slots,
-        config.run.seed,
-        start["greedy"],
-        device,
-        store_device,
-    )
+        policy, heads, slab, layout.num_slots, config.run.seed, start["greedy"], device, store_device, extras=extras
+    )  # fmt: skip
     step.greedy_for_all = start["greedy"] and not start["learner"]
     batching = config.batching
     rule = Rule(
@@ -459,7 +453,7 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     sizes: dict[str, Any] = {"slab": layout.nbytes, "state": step.states.nbytes}
     if start["learner"]:
         plan = StorePlan.of(
-            config, spec, heads.stored_specs(), state_leaves(policy), layout.num_slots
+            config, spec, heads.stored_specs(), state_leaves(policy), layout.num_slots, extras
         )
         weights = WeightsLayout.of(policy)
         require_room(store_device, plan.blocks.nbytes + plan.control.nbytes, plan.blocks.num_rows)

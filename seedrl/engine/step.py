@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seedrl.policy.base import require_extras
 from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
-from seedrl.policy.values import ValueHeads
-from seedrl.store.blocks import Columns, torch_dtype
+from seedrl.policy.values import ACTING_VALUES, ValueHeads, masked
+from seedrl.spec import BEST_VALUE, TAKEN_VALUE
+from seedrl.store.blocks import Columns, RowSpecs, torch_dtype
 from seedrl.store.state import State, StateStore, leaves
 from seedrl.transport.slab import Slab
 
@@ -49,11 +51,13 @@ class PolicyStep:
     Args:
         policy: on the device. store_device: where `columns` go, the policy's device or the cpu.
         apart: whether the device has memory of its own; None: unless it is the cpu.
+        extras: what is stored beside each row: the policy's own, and values of the action if they are among them.
     """
 
     def __init__(
         self, policy: Policy, heads: Heads, slab: Slab, max_rows: int, seed: int, greedy: bool,
         device: torch.device = _CPU, store_device: torch.device = _CPU, apart: bool | None = None,
+        extras: RowSpecs | None = None,
     ) -> None:  # fmt: skip
         self.policy, self.heads, self._slab, self._greedy = policy, heads, slab, greedy
         self.greedy_for_all = (
@@ -100,6 +104,11 @@ class PolicyStep:
         self.actions: dict[str, Any] = {}
         self._log_prob: Any = None
         self._value: Any = None
+        self._extras: dict[str, Any] = {}
+        self._of_policy = {
+            name: about for name, about in (extras or {}).items() if name not in ACTING_VALUES
+        }
+        self._keeps_values = BEST_VALUE in (extras or {})
         self._state_in: list[Tensor] = []
         self.eventful = True  # whether any row of the batch has a flag
         self.flags = self._stage["flags"]  # uint8 [max_rows, 4]
@@ -170,12 +179,20 @@ class PolicyStep:
             numbers, self._value, left = self._fast(window.host_obs, entering)
             inputs, new = torch.from_numpy(numbers[None]), [torch.from_numpy(leaf) for leaf in left]
         else:
-            inputs, self._value, new = self.policy(window.obs, state, window.first)
+            inputs, self._value, new, *more = self.policy(window.obs, state, window.first)
+            if self._of_policy:
+                require_extras(more[0], self._of_policy, (1, rows.size), "the policy")
+                self._extras = more[0]
         self.states.scatter(rows, new)
         best = np.arange(rows.size) if self.greedy_for_all else evaluation if self._greedy else None
         if self._choice is not None:
-            action, self._log_prob = self._choice.sample(_row(inputs), window.host_mask, best, rows)
+            numbers = _row(inputs)
+            action, self._log_prob = self._choice.sample(numbers, window.host_mask, best, rows)
             self.actions = {self._choice.name: action}
+            if self._keeps_values:
+                legal = None if window.host_mask is None else window.host_mask != 0
+                self._extras[BEST_VALUE] = numbers.max(1, initial=-np.inf, where=True if legal is None else legal)  # fmt: skip
+                self._extras[TAKEN_VALUE] = np.take_along_axis(numbers, action[:, None], 1)[:, 0]
             return
         mask = window.mask
         slots = torch.from_numpy(rows).to(self._device) if self._explores else None
@@ -188,6 +205,10 @@ class PolicyStep:
             for name, drawn in actions.items():
                 drawn.index_copy_(1, at, likeliest[name])
         self.actions = actions
+        if self._keeps_values:
+            (taken,) = actions.values()
+            self._extras[BEST_VALUE] = masked(inputs, mask).amax(-1)
+            self._extras[TAKEN_VALUE] = inputs.gather(-1, taken.unsqueeze(-1)).squeeze(-1)
 
     def answer(self, rows: np.ndarray) -> None:
         """Writes the actions, as the environments want them, into the slab."""
@@ -206,6 +227,8 @@ class PolicyStep:
         for name, action in self.actions.items():
             columns[f"action/{name}"] = kept(action)
         columns["log_prob"], columns["value"] = kept(self._log_prob), kept(self._value)
+        for name, leaf in self._extras.items():
+            columns[f"extra/{name}"] = kept(leaf)
         states = self._state_in
         if keep is not None:
             at = torch.from_numpy(keep).to(self._device)

@@ -57,9 +57,9 @@ class Network:
             if burn_in:
                 warm = {name: leaf[:burn_in] for name, leaf in batch.obs.items()}
                 with torch.no_grad():
-                    _, _, state = self.policy(self._obs(warm), state, batch.first[:burn_in])
+                    state = self.policy(self._obs(warm), state, batch.first[:burn_in])[2]
             rows = {name: leaf[burn_in:] for name, leaf in batch.obs.items()}
-            inputs, values, _ = self.policy(self._obs(rows), state, batch.first[burn_in:])
+            inputs, values = self.policy(self._obs(rows), state, batch.first[burn_in:])[:2]
         return inputs.float(), values.float()
 
     def over_rows(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class Network:
         first = torch.zeros(1, len(some), dtype=torch.bool, device=some.device)
         with torch.autocast(some.device.type, torch.bfloat16, enabled=self._bfloat16):
             state = self.policy.initial_state(len(some))
-            inputs, values, _ = self.policy(self._obs(lead), state, first)
+            inputs, values = self.policy(self._obs(lead), state, first)[:2]
         return inputs[0].float(), values[0].float()
 
     def _obs(self, obs: dict[str, Tensor]) -> Observation:

@@ -28,7 +28,7 @@ from seedrl.learn.actor_critic import VTrace, learning_rate, make_optimizer
 from seedrl.learn.algorithm import Algorithm, Loss, Network, rewarded
 from seedrl.learn.ppo import PPO
 from seedrl.learn.r2d2 import QLearning
-from seedrl.policy.agent import make_agent
+from seedrl.policy.agent import make_agent, stored_extras
 from seedrl.policy.base import Heads, Policy, imported
 from seedrl.spec import EnvSpec
 from seedrl.store.batch import Batch
@@ -192,6 +192,8 @@ class Learner:
     def publish(self) -> None:
         self.publisher.publish(self.policy, self.updates)
         self.reader.publish_version(self.updates)
+        if self.total_updates is not None:
+            self.reader.set_progress(self.updates / self.total_updates)
 
     # ------------------------------------------------------------------------------------------------------ figures
 
@@ -401,7 +403,8 @@ def open_store(
     control_fd, weights_fd, *replay_fd = fds
     like = policy.initial_state(1)
     stored = Heads(spec.action, config.policy.action_distribution).stored_specs()
-    plan = StorePlan.of(config, spec, stored, leaves(like), num_slots)
+    extras = stored_extras(config, policy)
+    plan = StorePlan.of(config, spec, stored, leaves(like), num_slots, extras)
     shared = Shared(replay_fd[0] if replay_fd else None, ready["replay_handle"])
     memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
     control = host.map_shared(control_fd, plan.control.nbytes)

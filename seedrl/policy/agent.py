@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from seedrl.config import Config
-from seedrl.policy.base import Heads, Policy, make_policy
-from seedrl.policy.values import ActionValues, ValueHeads, epsilon_ladder, spread
+from seedrl.policy.base import Heads, Policy, RowSpecs, extra_leaves_of, make_policy
+from seedrl.policy.values import ACTING_VALUES, ActionValues, ValueHeads, epsilon_ladder, spread
 from seedrl.spec import EnvSpec
 
 
@@ -17,3 +17,9 @@ def make_agent(config: Config, spec: EnvSpec, num_slots: int = 1) -> tuple[Polic
     epsilon = ladder[spread(num_slots)]
     heads = ValueHeads(spec.action, epsilon, algorithm.name)
     return ActionValues(policy, algorithm.dueling), heads
+
+
+def stored_extras(config: Config, policy: Policy) -> RowSpecs:
+    """What is stored beside each row: the policy's own leaves, and the values that first priorities are made of."""
+    extras = extra_leaves_of(policy)
+    return extras | ACTING_VALUES if config.replay.initial_priority == "acting" else extras

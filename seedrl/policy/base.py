@@ -27,6 +27,7 @@ __all__ = [
     "Heads",
     "Observation",
     "Policy",
+    "RowSpecs",
     "State",
     "imported",
     "make_policy",
@@ -35,6 +36,7 @@ __all__ = [
 
 State = Any  # a tensor, or a tuple, list or dict of states; each tensor [B, ...]
 Observation = Tensor | dict[str, Tensor]
+RowSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of a row, by name
 Factory = Callable[[EnvSpec, int, Any], nn.Module]
 _TRIED = 2  # columns of the row that a new policy is tried on
 
@@ -46,16 +48,21 @@ class Policy(nn.Module):
         """The state that enters an episode's first row: a nest of tensors [batch, ...], or () for none."""
         return ()
 
+    def extra_leaves(self) -> RowSpecs:
+        """What the policy wants stored beside each row (another head's value, say): dtype and shape of a row, by name."""
+        return {}
+
     def forward(
         self, obs: Observation, state: State, first: Tensor
-    ) -> tuple[Tensor, Tensor, State]:
+    ) -> tuple[Tensor, Tensor, State] | tuple[Tensor, Tensor, State, dict[str, Tensor]]:
         """Runs rows in their order.
 
         Args:
             obs: [T, B, ...] in the environment's dtype; a dict by leaf name when the spec has several leaves.
             state: the state entering row 0, leaves [B, ...].
             first: bool [T, B]; the state that enters such a row is the initial one, whatever came before.
-        Returns: distribution inputs float32 [T, B, P], value float32 [T, B], and the state that left the last row.
+        Returns: distribution inputs float32 [T, B, P], value float32 [T, B], and the state that left the last row; where there are
+            `extra_leaves` these as well, [T, B, ...] each by name.
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
@@ -126,6 +133,30 @@ def imported(module_name: str, attribute: str, where: str, signature: str) -> Ca
     return factory  # type: ignore[no-any-return]
 
 
+def extra_leaves_of(policy: nn.Module) -> RowSpecs:
+    """`Policy.extra_leaves`, none where the module has no such method."""
+    found: Any = getattr(policy, "extra_leaves", dict)
+    return dict(found())
+
+
+def require_extras(
+    extras: dict[str, Tensor], declared: RowSpecs, lead: tuple[int, ...], where: str
+) -> None:  # fmt: skip
+    """Raises: ConfigError when what forward gave is not what `extra_leaves` declares: which leaf."""
+    if sorted(extras) != sorted(declared):
+        raise ConfigError(
+            what=f"forward gives the extras {sorted(extras)}; extra_leaves declares {sorted(declared)}", where=where,
+            do="give each that is declared, and no other",
+        )  # fmt: skip
+    for name, (dtype, shape) in declared.items():
+        leaf = extras[name]
+        if leaf.dtype is not dtype or leaf.shape != (*lead, *shape):
+            raise ConfigError(
+                what=f"the extra '{name}' is {leaf.dtype} {list(leaf.shape)}; extra_leaves declares {dtype} {[*lead, *shape]}", where=where,
+                do="keep to one dtype and shape",
+            )  # fmt: skip
+
+
 def zero_observation(spec: EnvSpec, *lead: int) -> Observation:
     """An observation of zeros (the smallest value of a choice), [*lead, ...] a leaf."""
     leaves = {}
@@ -149,13 +180,18 @@ def _try(policy: Any, spec: EnvSpec, num_inputs: int, name: str) -> None:
     first = torch.ones(1, _TRIED, dtype=torch.bool)
     with torch.no_grad():
         out = policy(zero_observation(spec, 1, _TRIED), initial_state(_TRIED), first)
-    if not isinstance(out, tuple) or len(out) != 3:
+    declared = extra_leaves_of(policy)
+    wanted = "(inputs, value, state, extras)" if declared else "(inputs, value, state)"
+    if not isinstance(out, tuple) or len(out) != (4 if declared else 3):
+        given = f"{len(out)} things" if isinstance(out, tuple) else type(out).__name__
         raise ConfigError(
-            what=f"forward gives {type(out).__name__}, not (inputs, value, state)",
+            what=f"forward gives {given}, not {wanted}",
             where=where,
-            do="return the three",
+            do="return these, and declare in extra_leaves what else is to be stored",
         )
-    inputs, value, _ = out
+    inputs, value, _, *extras = out
+    if extras:
+        require_extras(extras[0], declared, (1, _TRIED), where)
     for what, tensor, shape in (
         ("inputs", inputs, (1, _TRIED, num_inputs)),
         ("value", value, (1, _TRIED)),

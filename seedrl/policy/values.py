@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seedrl.errors import ConfigError
-from seedrl.policy.base import Observation, Policy, State
+from seedrl.policy.base import Observation, Policy, RowSpecs, State, extra_leaves_of
 from seedrl.policy.heads import ILLEGAL, Heads
-from seedrl.spec import Leaf
+from seedrl.spec import BEST_VALUE, TAKEN_VALUE, Leaf
+
+# what first priorities are made of: the value of the best legal action, and of the one taken
+ACTING_VALUES: RowSpecs = {BEST_VALUE: (torch.float32, ()), TAKEN_VALUE: (torch.float32, ())}
 
 
 def epsilon_ladder(base: float, exponent: float, num_slots: int) -> np.ndarray:
@@ -44,14 +48,15 @@ class ActionValues(Policy):
     def initial_state(self, batch: int) -> State:
         return self.policy.initial_state(batch)
 
-    def forward(
-        self, obs: Observation, state: State, first: Tensor
-    ) -> tuple[Tensor, Tensor, State]:
-        """Returns: values of the actions float32 [T, B, n], the largest of them [T, B], and the state that left the last row."""
-        q, value, state = self.policy(obs, state, first)
+    def extra_leaves(self) -> RowSpecs:
+        return extra_leaves_of(self.policy)
+
+    def forward(self, obs: Observation, state: State, first: Tensor) -> Any:
+        """Returns: values of the actions float32 [T, B, n], the largest of them [T, B], and the rest as it is."""
+        q, value, *rest = self.policy(obs, state, first)
         if self.dueling:
             q = q + (value - q.mean(-1)).unsqueeze(-1)
-        return q, q.amax(-1), state
+        return q, q.amax(-1), *rest
 
 
 class ValueHeads(Heads):

@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     reward, log_prob, value float32 [R, B]; terminated, truncated, first, interrupted bool [R, B]; version int64 [R, B];
     state: the policy's, each leaf [B, ...], entering row 0; slots int64 [B].
     items: int64 [B] of the host, by which priorities are given back; weights float32 [B], that correct for drawing by priority, or None.
+    extras[name] [R, B, ...]: what the policy stored beside each row.
     """
 
     obs: dict[str, Tensor]
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     slots: Tensor
     items: np.ndarray
     weights: Tensor | None
+    extras: dict[str, Tensor]
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device; itself where it lies there already."""
@@ -124,6 +126,7 @@ class Gather:
         self._buffers = _Buffers()
         self._obs = [name for name in storage.rows if name.startswith("obs/")]
         self._actions = [name for name in storage.rows if name.startswith("action/")]
+        self._extras = [name for name in storage.rows if name.startswith("extra/")]
 
     def __call__(
         self, rows: np.ndarray, state_at: np.ndarray, slots: np.ndarray, items: np.ndarray
@@ -159,6 +162,7 @@ class Gather:
             terminated=flags[..., 0], truncated=flags[..., 1], first=first, interrupted=flags[..., 3],
             log_prob=take("log_prob"), value=take("value"), version=take("version"),
             state=state, slots=torch.from_numpy(slots).to(device), items=items, weights=None,
+            extras={name[6:]: take(name) for name in self._extras},
         )  # fmt: skip
         self._storage.finish()
         return batch

@@ -19,6 +19,7 @@ from seedrl.spec import EnvSpec
 from seedrl.store import memory as store_memory
 
 Columns = dict[str, Any]  # arrays where the store is on the host, tensors on its device elsewhere
+RowSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of a row, by name
 _ALIGN_BYTES = 128
 # torch indexes no unsigned integers but uint8: their bytes are kept under the signed type of the same width
 _STORED_AS = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
@@ -55,10 +56,10 @@ class BlockLayout:
 
     @staticmethod
     def of(
-        spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]], state_leaves: list[Tensor],
-        num_blocks: int, rule: UnrollRule,
+        spec: EnvSpec, stored_actions: RowSpecs, state_leaves: list[Tensor],
+        num_blocks: int, rule: UnrollRule, extras: RowSpecs | None = None,
     ) -> BlockLayout:  # fmt: skip
-        """The columns that follow from the environment's spec, the action heads and a state of batch 1."""
+        """The columns that follow from the environment's spec, the action heads, a state of batch 1, and what the policy adds."""
         rows = [
             RowLeaf(f"obs/{leaf.name}", torch_dtype(leaf.dtype), leaf.shape)
             for leaf in spec.observation
@@ -72,6 +73,7 @@ class BlockLayout:
         rows += [RowLeaf("reward", torch.float32, ()), RowLeaf("flags", torch.uint8, (4,))]
         rows += [RowLeaf("log_prob", torch.float32, ()), RowLeaf("value", torch.float32, ())]
         rows += [RowLeaf("version", torch.int64, ())]
+        rows += [RowLeaf(f"extra/{name}", *about) for name, about in (extras or {}).items()]
         states = [
             RowLeaf(f"state/{i}", leaf.dtype, tuple(leaf.shape[1:]))
             for i, leaf in enumerate(state_leaves)

@@ -27,6 +27,7 @@ from seedrl.store.ring import RingReader
 
 _BLOCKS, _INDEX = "blocks.bin", "index.npz"
 _HEADER_BYTES = 16
+_FORMAT = 2  # of the index
 _EPOCH_BITS = 40  # generations of one process, at most
 _COUNTERS = (SAMPLED, LEARNED_ROWS, STALE_ROWS)
 
@@ -101,7 +102,7 @@ class KeptRows:
         layout = self._storage.layout
         leaves = {leaf.name: [str(leaf.dtype), *leaf.shape] for leaf in (*layout.rows, *layout.states)}  # fmt: skip
         rule = vars(layout.rule)
-        return {"leaves": leaves, "rule": rule, "blocks": layout.num_blocks, "slots": self._reader._layout.num_slots}  # fmt: skip
+        return {"format": _FORMAT, "leaves": leaves, "rule": rule, "blocks": layout.num_blocks, "slots": self._reader._layout.num_slots}  # fmt: skip
 
     def _write(self, index: dict[str, np.ndarray], blocks: np.ndarray, rows: np.ndarray) -> None:
         try:

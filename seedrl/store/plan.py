@@ -6,19 +6,19 @@ import math
 import mmap
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from seedrl.config import Config, Learner, Replay
 from seedrl.errors import ConfigError
 from seedrl.spec import EnvSpec
 from seedrl.store.batch import Gather
-from seedrl.store.blocks import BlockLayout, BlockStorage, UnrollRule
+from seedrl.store.blocks import BlockLayout, BlockStorage, RowSpecs, UnrollRule
+from seedrl.store.initial import ActingPriorities
 from seedrl.store.limiter import Limiter
 from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
 from seedrl.store.replay import ReplayLayout, ReplayReader, ReplayWriter
 from seedrl.store.ring import RingReader, RingWriter
-from seedrl.store.selectors import Prioritized, Recent, Selector, Uniform
+from seedrl.store.selectors import Prioritized, Recent, Schedule, Selector, Uniform
 from seedrl.store.state import State
 
 _QUEUED_BATCHES = 2  # by default: one that is learnt from, one that fills; more would only be older
@@ -36,25 +36,27 @@ class StorePlan:
     seed: int
     max_lag: int | None
     iterations: bool
+    acting: Config | None = None  # of whose values new unrolls get their priorities
 
     @staticmethod
     def of(
-        config: Config, spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-        state_leaves: list[Tensor], num_slots: int,
+        config: Config, spec: EnvSpec, stored_actions: RowSpecs, state_leaves: list[Tensor], num_slots: int,
+        extras: RowSpecs | None = None,
     ) -> StorePlan:  # fmt: skip
         """The run's. Raises: ConfigError, as `of_sections`."""
+        acting = config if config.replay.initial_priority == "acting" else None
         plan = StorePlan.of_sections(
-            config.replay, config.learner, spec, stored_actions, state_leaves, num_slots, config.run.seed
+            config.replay, config.learner, spec, stored_actions, state_leaves, num_slots, config.run.seed, extras
         )  # fmt: skip
         max_lag = config.replay.max_lag
         if max_lag is None and config.run.deterministic and not plan.control.ring:
             max_lag = 1
-        return replace(plan, max_lag=max_lag, iterations=config.algorithm.iterates)
+        return replace(plan, max_lag=max_lag, iterations=config.algorithm.iterates, acting=acting)
 
     @staticmethod
     def of_sections(
-        replay: Replay, learner: Learner, spec: EnvSpec, stored_actions: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-        state_leaves: list[Tensor], num_slots: int, seed: int,
+        replay: Replay, learner: Learner, spec: EnvSpec, stored_actions: RowSpecs, state_leaves: list[Tensor],
+        num_slots: int, seed: int, extras: RowSpecs | None = None,
     ) -> StorePlan:  # fmt: skip
         """Of lengths and batch size in `learner`.
 
@@ -67,7 +69,7 @@ class StorePlan:
         else:
             num_blocks = _queue_blocks(replay, learner.batch_size, rule, num_slots)
         return StorePlan(
-            BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule),
+            BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule, extras),
             ReplayLayout(rule, num_blocks, num_slots, ring),
             _limiter(replay, learner.batch_size, rule.stride, num_slots),
             replay, seed, replay.max_lag, False,
@@ -96,8 +98,10 @@ class StorePlan:
         gather = Gather(storage, state_like, self.replay.cross_episodes)
         ends = (storage, self.control, memory, bell, engine_bell, gather)
         if self.control.ring:
+            initial = None if self.acting is None else ActingPriorities(storage, self.acting)
             return RingReader(
-                *ends, self.max_lag, selector=self._selector(), limiter=self.limiter, max_uses=self.replay.max_uses_or_default
+                *ends, self.max_lag, selector=self._selector(), limiter=self.limiter, max_uses=self.replay.max_uses_or_default,
+                initial=initial,
             )  # fmt: skip
         # an iteration's first rows are the bootstrap rows of the one before
         return QueueReader(*ends, 1 if self.iterations else self.max_lag)
@@ -107,12 +111,13 @@ class StorePlan:
         if replay.mode == "recent":
             return Recent(capacity)
         if replay.mode == "prioritized":
-            return Prioritized(
-                capacity, self.seed, replay.priority_exponent, replay.importance_exponent,
-                replay.weights_over == "store",
-            )  # fmt: skip
+            exponents = (
+                Schedule(replay.priority_exponent, replay.priority_exponent_end),
+                Schedule(replay.importance_exponent, replay.importance_exponent_end),
+            )
+            return Prioritized(capacity, self.seed, *exponents, replay.weights_over == "store")
         if self.replay.max_uses_or_default is not None:  # those used up are not even tried
-            return Prioritized(capacity, self.seed, 0.0, 0.0, False)
+            return Prioritized(capacity, self.seed, Schedule(0.0), Schedule(0.0), False)
         return Uniform(self.seed)
 
 

@@ -223,6 +223,9 @@ class ReplayReader:
     def update_priorities(self, items: np.ndarray, priorities: np.ndarray) -> None:
         """Gives drawn items int64 [B] new priorities float [B], where the mode has any."""
 
+    def set_progress(self, share: float) -> None:
+        """How much of the run is over, from 0 to 1: what schedules go by."""
+
     def publish_version(self, version: int) -> None:
         """Tells the engine, which may have waited for it, that weights of `version` are out."""
         self._control.learner[VERSION] = version

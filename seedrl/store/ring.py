@@ -8,6 +8,7 @@ Announcements are a ring of their own in which the reader never moves anything: 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,14 +111,16 @@ class RingReader(ReplayReader):
     """`sample` draws by the selector, as often as the limiter allows.
 
     Args: max_uses: draws of each unroll, after which it is gone; None: any number.
+        initial: priorities of new unrolls by their rows; None: the largest that was given so far.
     """
 
     def __init__(
         self, *arguments: Any, selector: Selector, limiter: Limiter, max_uses: int | None = None,
-        **keywords: Any,
+        initial: Callable[[np.ndarray], np.ndarray] | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
         super().__init__(*arguments, **keywords)
         self.selector, self.limiter, self._max_uses = selector, limiter, max_uses
+        self._initial = initial
         capacity = self._layout.capacity
         self._uses = np.zeros(capacity, np.int64)
         self._oldest_version = np.zeros(capacity, np.int64)
@@ -269,7 +272,8 @@ class RingReader(ReplayReader):
             if self._max_lag is not None:
                 first = torch.from_numpy(self._control.index[places, 0]).to(self._version.device)
                 self._oldest_version[places] = self._version.index_select(0, first).cpu().numpy()
-            self.selector.insert(numbers)
+            initial = None if self._initial is None else self._initial(self._control.index[places])
+            self.selector.insert(numbers, initial)
             self._seen = head
         if self._tail < self._seen and not self._tail_is_gone():
             return
@@ -303,6 +307,9 @@ class RingReader(ReplayReader):
         learner = self._control.learner
         wanted = self.limiter.inserts_for(int(learner[SAMPLED]), batch_size)
         learner[WANTED] = max(wanted, self._seen + 1)
+
+    def set_progress(self, share: float) -> None:
+        self.selector.set_progress(share)
 
     def skip(self) -> None:
         learner, limiter = self._control.learner, self.limiter

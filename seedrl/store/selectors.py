@@ -13,6 +13,7 @@ import numpy as np
 from seedrl.store.sum_tree import SumTree, importance_weights
 
 _FLOOR = 1e-6  # of a priority, so that nothing is never drawn again
+_ALPHA_STEP = 0.005  # by which the exponent has moved before the whole tree is raised to it anew
 
 
 class Drawn(NamedTuple):
@@ -25,8 +26,8 @@ class Drawn(NamedTuple):
 class Selector(Protocol):
     over_store: bool  # whether weights are final; else the largest of a batch is to be 1
 
-    def insert(self, numbers: np.ndarray) -> None:
-        """Admits new unrolls, int64 [n], in their order."""
+    def insert(self, numbers: np.ndarray, priorities: np.ndarray | None = None) -> None:
+        """Admits new unrolls, int64 [n], in their order; priorities float [n] where there are any yet."""
         ...
 
     def remove(self, numbers: np.ndarray) -> None:
@@ -39,6 +40,10 @@ class Selector(Protocol):
 
     def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
         """Gives these, int64 [n], priorities, float [n]."""
+        ...
+
+    def set_progress(self, share: float) -> None:
+        """How much of the run is over, from 0 to 1."""
         ...
 
     def state(self) -> dict[str, np.ndarray]:
@@ -56,7 +61,7 @@ class Uniform:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def insert(self, numbers: np.ndarray) -> None:
+    def insert(self, numbers: np.ndarray, priorities: np.ndarray | None = None) -> None:
         pass
 
     def remove(self, numbers: np.ndarray) -> None:
@@ -66,6 +71,9 @@ class Uniform:
         return Drawn(self.rng.integers(low, high, count), None)
 
     def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
+        pass
+
+    def set_progress(self, share: float) -> None:
         pass
 
     def state(self) -> dict[str, np.ndarray]:
@@ -85,7 +93,7 @@ class Recent:
         self._open = np.zeros(capacity, bool)
         self._newest = 0  # no number from here on is open
 
-    def insert(self, numbers: np.ndarray) -> None:
+    def insert(self, numbers: np.ndarray, priorities: np.ndarray | None = None) -> None:
         self._open[numbers % self._capacity] = True
         self._newest = max(self._newest, int(numbers[-1]) + 1)
 
@@ -108,6 +116,9 @@ class Recent:
     def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
         pass
 
+    def set_progress(self, share: float) -> None:
+        pass
+
     def state(self) -> dict[str, np.ndarray]:
         return {"open": self._open.copy(), "newest": np.array(self._newest)}
 
@@ -115,28 +126,47 @@ class Recent:
         self._open[:], self._newest = state["open"], int(state["newest"])
 
 
+class Schedule(NamedTuple):
+    """A number that goes evenly from `begin` to `end` over the run; None: it stays."""
+
+    begin: float
+    end: float | None = None
+
+    def at(self, share: float) -> float:
+        if self.end is None:
+            return self.begin
+        return self.begin + (self.end - self.begin) * min(max(share, 0.0), 1.0)
+
+
 class Prioritized:
     """In proportion to priority^alpha, stratified: one draw of each of `count` equal parts of the sum (Schaul et al. 2016, appendix B.2.1).
 
-    New ones have the largest priority that was given so far.
+    New ones have the largest priority that was given so far, unless they bring one.
 
-    Args: beta: how far weights correct for it, from 0 to 1. over_store: whether the largest weight is that of the least priority in
-        the store, instead of the batch's.
+    Args: alpha, beta: the exponent of priorities, and how far weights correct for it, from 0 to 1. over_store: whether the largest weight is
+        that of the least priority in the store, instead of the batch's.
     """
 
     def __init__(
-        self, capacity: int, seed: int, alpha: float, beta: float, over_store: bool
+        self, capacity: int, seed: int, alpha: Schedule, beta: Schedule, over_store: bool
     ) -> None:
         self.rng = np.random.default_rng(seed)
-        self.alpha, self.beta, self.over_store = alpha, beta, over_store
+        self.over_store, self._alpha, self._beta = over_store, alpha, beta
+        self.alpha, self.beta = alpha.begin, beta.begin
         self.tree, self.largest = SumTree(capacity), 1.0
+        self.priorities = np.zeros(capacity)  # as they were given; 0: not there
         self._capacity = capacity
 
-    def insert(self, numbers: np.ndarray) -> None:
-        self.tree.set(numbers % self._capacity, np.full(numbers.size, self.largest**self.alpha))
+    def insert(self, numbers: np.ndarray, priorities: np.ndarray | None = None) -> None:
+        if priorities is None:
+            self._set(numbers, np.full(numbers.size, self.largest))
+        else:
+            self.update(numbers, priorities)
 
     def remove(self, numbers: np.ndarray) -> None:
-        self.tree.set(numbers % self._capacity, np.zeros(numbers.size))
+        places = numbers % self._capacity
+        self.priorities[places] = 0.0
+        self.tree.set(places, np.zeros(numbers.size))
 
     def draw(self, count: int, low: int, high: int) -> Drawn:
         if not self.tree.total > 0:
@@ -153,17 +183,37 @@ class Prioritized:
     def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
         if numbers.size:
             raised = np.maximum(priorities, _FLOOR)
-            self.tree.set(numbers % self._capacity, raised**self.alpha)
+            self._set(numbers, raised)
             self.largest = max(self.largest, float(raised.max()))
 
+    def _set(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
+        places = numbers % self._capacity
+        self.tree.set(places, priorities**self.alpha)  # refuses what is no priority
+        self.priorities[places] = priorities
+
+    def set_progress(self, share: float) -> None:
+        self.beta = self._beta.at(share)
+        alpha = self._alpha.at(share)
+        if abs(alpha - self.alpha) >= _ALPHA_STEP or (share >= 1 and alpha != self.alpha):
+            self.alpha = alpha
+            self._raise_all()
+
+    def _raise_all(self) -> None:
+        there = np.flatnonzero(self.priorities)
+        self.tree.set(there, self.priorities[there] ** self.alpha)
+
     def state(self) -> dict[str, np.ndarray]:
-        places = np.arange(self._capacity)
-        return {"random": _random(self.rng), "priorities": self.tree.priorities(places), "largest": np.array(self.largest)}  # fmt: skip
+        return {
+            "random": _random(self.rng), "priorities": self.priorities.copy(), "largest": np.array(self.largest),
+            "exponents": np.array([self.alpha, self.beta]),
+        }  # fmt: skip
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         _set_random(self.rng, state["random"])
-        self.tree.set(np.arange(self._capacity), state["priorities"])
+        self.priorities[:] = state["priorities"]
         self.largest = float(state["largest"])
+        self.alpha, self.beta = state["exponents"].tolist()
+        self._raise_all()
 
 
 def _random(rng: np.random.Generator) -> np.ndarray:

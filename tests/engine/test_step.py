@@ -6,10 +6,12 @@ import torch
 from gymnasium import spaces
 
 from seedrl import host
-from seedrl.config import PolicySection
+from seedrl.config import Config, PolicySection
 from seedrl.engine.step import PolicyStep, state_leaves
-from seedrl.policy.base import Heads, make_policy
-from seedrl.spec import EnvSpec, spec_from_spaces
+from seedrl.errors import ConfigError
+from seedrl.policy.agent import make_agent, stored_extras
+from seedrl.policy.base import Heads, Policy, make_policy
+from seedrl.spec import BEST_VALUE, TAKEN_VALUE, EnvSpec, spec_from_spaces
 from seedrl.store.blocks import Appender, BlockLayout, BlockStorage, UnrollRule
 from seedrl.transport.slab import Slab, SlabLayout
 
@@ -81,3 +83,90 @@ def test_a_device_with_its_own_memory_acts_and_stores_the_same(spec: EnvSpec, co
         assert leaf.any() and torch.equal(leaf, apart[2].rows[name]), name
     for one, other in zip(together[2].states, apart[2].states, strict=True):
         assert one.any() and torch.equal(one, other)
+
+
+class _Critic(Policy):
+    """A policy with a second value, and the sum of the observation, stored beside each row."""
+
+    def __init__(self, changes: bool = False) -> None:
+        super().__init__()
+        self.layer, self.changes, self.calls = torch.nn.Linear(2, 5), changes, 0
+
+    def extra_leaves(self):
+        return {"second": (torch.float32, ()), "twice": (torch.float64, (2,))}
+
+    def forward(self, obs, state, first):
+        self.calls += 1
+        out = self.layer(obs.float())
+        twice = obs.double() * 2
+        if self.changes and self.calls > 1:
+            twice = twice[..., :1]
+        return out[..., :3], out[..., 3], state, {"second": out[..., 4], "twice": twice}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_the_policy_adds_is_stored_beside_its_row(apart: bool) -> None:
+    spec = spec_from_spaces(spaces.Box(-1, 1, (2,)), spaces.Discrete(3), action_mask=None, stats=(), env_id="x")  # fmt: skip
+    policy, heads, slab = _Critic(), Heads(spec.action, "squashed"), a_slab(spec)
+    step = PolicyStep(policy, heads, slab, SLOTS, 5, False, CPU, CPU, apart, extras=policy.extra_leaves())  # fmt: skip
+    rule = UnrollRule(4, 0, 4, 4)
+    layout = BlockLayout.of(spec, heads.stored_specs(), [], 40, rule, policy.extra_leaves())
+    storage = BlockStorage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    if apart:
+        storage.arrays = None
+    appender = Appender(storage, SLOTS, rule)
+    rng, seen = np.random.default_rng(0), []
+    for _ in range(3):
+        slab.obs["observation"][:] = rng.normal(size=(SLOTS, 2))
+        seen.append(slab.obs["observation"].copy())
+        with torch.inference_mode():
+            step.ingest(np.arange(SLOTS))
+            step.forward(np.arange(SLOTS), None)
+            appender.append(np.arange(SLOTS), *step.columns(0, None))
+    for slot in range(SLOTS):
+        at = torch.from_numpy(appender._chain[slot, 0] * 4 + np.arange(3))
+        obs = torch.from_numpy(np.stack(seen)[:, slot])
+        assert torch.equal(storage.rows["extra/twice"][at], obs.double() * 2)
+        assert torch.allclose(storage.rows["extra/second"][at], policy.layer(obs)[:, 4])
+
+
+def test_an_extra_whose_shape_changes_is_refused_by_name() -> None:
+    spec = spec_from_spaces(spaces.Box(-1, 1, (2,)), spaces.Discrete(3), action_mask=None, stats=(), env_id="x")  # fmt: skip
+    policy = _Critic(changes=True)
+    step = PolicyStep(policy, Heads(spec.action), a_slab(spec), SLOTS, 5, False, extras=policy.extra_leaves())  # fmt: skip
+    with torch.inference_mode():
+        step.ingest(np.arange(3))
+        step.forward(np.arange(3), None)
+        with pytest.raises(ConfigError, match=r"'twice' is torch.float64 \[1, 3, 1\]; extra_leaves declares torch.float64 \[1, 3, 2\]"):  # fmt: skip
+            step.forward(np.arange(3), None)
+
+
+@pytest.mark.parametrize("mask", [None, "info"])
+@pytest.mark.parametrize("numpy", [True, False])
+def test_values_of_the_best_legal_and_of_the_taken_action_are_stored(
+    numpy: bool, mask: str | None
+) -> None:
+    spec = spec_from_spaces(spaces.Box(-1, 1, (2,)), spaces.Discrete(3), action_mask=mask, stats=(), env_id="x")  # fmt: skip
+    replay = {"mode": "prioritized", "capacity": 1000, "initial_priority": "acting"}
+    config = Config.model_validate({"algorithm": {"name": "dqn", "epsilon": 0.9}, "replay": replay})
+    policy, heads = make_agent(config, spec, SLOTS)
+    slab, rng = a_slab(spec), np.random.default_rng(1)
+    step = PolicyStep(policy, heads, slab, SLOTS, 5, False, apart=not numpy, extras=stored_extras(config, policy))  # fmt: skip
+    assert (step._fast is not None) == numpy
+    slab.obs["observation"][:] = rng.normal(size=(SLOTS, 2))
+    if mask:
+        slab.mask[:] = rng.integers(0, 2, slab.mask.shape)
+        slab.mask[:, 1] = 1
+    rows, differ = np.arange(SLOTS), 0
+    for _ in range(5):
+        with torch.inference_mode():
+            step.ingest(rows)
+            step.forward(rows, None)
+            columns, _ = step.columns(0, None)
+            q = policy(torch.from_numpy(slab.obs["observation"])[None], (), torch.ones(1, SLOTS, dtype=torch.bool))[0][0].numpy()  # fmt: skip
+        legal = np.where(slab.mask != 0, q, -np.inf) if mask else q
+        best, taken = (np.asarray(columns[f"extra/{name}"]) for name in (BEST_VALUE, TAKEN_VALUE))
+        np.testing.assert_allclose(best, legal.max(1), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(taken, q[rows, np.asarray(columns["action/action"])], rtol=1e-5, atol=1e-6)  # fmt: skip
+        differ += int((best != taken).sum())
+    assert differ > 5

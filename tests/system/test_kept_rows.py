@@ -50,6 +50,22 @@ def test_every_draw_is_whole_while_workers_die_and_rows_are_overwritten(
     assert killed and acted["worker_died"] > 0 and redrawn >= 0
 
 
+@pytest.mark.parametrize("mode", ["queue", "uniform"])
+def test_what_the_policy_adds_comes_back_beside_its_row(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "ids").mkdir()
+    env = {"id": "system_envs:Echo", "kwargs": {"folder": str(tmp_path / "ids"), "lengths": [1, 3, 9]}}  # fmt: skip
+    kept = {} if mode == "queue" else {"algorithm": {"name": "an:own"}, "replay": {"mode": mode, "capacity": 300}}  # fmt: skip
+    config = config_of(env, "noted", {"num": 2, "envs_per_worker": 4, "groups": 2}, **kept)
+    with Harness(config, tmp_path, num_slots=8) as run:
+        run.begin()
+        for _ in range(40):
+            batch = run.sample(8)
+            check_rows(batch)
+            obs = batch.obs["observation"].double()
+            assert (batch.extras["again"] == obs[..., :3]).all()
+            assert (batch.extras["count"] == obs[..., 2].long()).all()
+
+
 def test_a_resumed_run_goes_on_with_its_kept_rows_and_the_ratio(tmp_path: Path) -> None:
     more = overrides(
         "CartPole-v1", {}, "evaluation.episodes=0", "replay.capacity=5000", "replay.min_fill=1000", "learner.batch_size=16",

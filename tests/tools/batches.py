@@ -53,5 +53,5 @@ def a_batch(rows: int, unrolls: int, seed: int = 0, state: Any = ()) -> Batch:
         terminated=terminated & ~first, truncated=truncated & ~first, first=first, interrupted=nothing,
         log_prob=-torch.rand(rows, unrolls, generator=generator) - 0.7, value=normal(),
         version=torch.full((rows, unrolls), 5), state=state, slots=torch.arange(unrolls),
-        items=np.arange(unrolls), weights=None,
+        items=np.arange(unrolls), weights=None, extras={},
     )  # fmt: skip

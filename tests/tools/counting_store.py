@@ -18,7 +18,7 @@ from seedrl.store.limiter import Limiter
 from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
 from seedrl.store.replay import ReplayLayout
 from seedrl.store.ring import RingReader, RingWriter
-from seedrl.store.selectors import Prioritized, Recent, Selector, Uniform
+from seedrl.store.selectors import Prioritized, Recent, Schedule, Selector, Uniform
 from seedrl.transport import doorbell
 
 SPEC = spec_from_spaces(
@@ -63,7 +63,7 @@ class CountingStore:
         if ring:
             selectors: dict[str, Selector] = {
                 "uniform": Uniform(seed), "recent": Recent(self.layout.capacity),
-                "prioritized": Prioritized(self.layout.capacity, seed, alpha, beta, over_store),
+                "prioritized": Prioritized(self.layout.capacity, seed, Schedule(alpha), Schedule(beta), over_store),
             }  # fmt: skip
             self.writer: Any = RingWriter(*ends(), limiter=limiter)
             self.reader: Any = RingReader(

@@ -33,6 +33,17 @@ class Answer(_Known):
         return _one_hot(3 * obs[..., 0] + 1, self.num_inputs), obs[..., 0] + 0 * self.bias, state
 
 
+class Noted(Answer):
+    """`Answer`, with the observation of each row, and the number of its bytes, stored again beside it."""
+
+    def extra_leaves(self):
+        return {"again": (torch.float64, (3,)), "count": (torch.int64, ())}
+
+    def forward(self, obs, state, first):
+        again = obs.double()[..., :3]
+        return *super().forward(obs, state, first), {"again": again, "count": obs[..., 2].long()}
+
+
 class Count(_Known):
     """Recurrent: the state grows by one a row, the action is the state that entered the row (cases 6, 7, 11)."""
 
@@ -88,6 +99,10 @@ def slow_to_act(spec, num_inputs, config):
 
 def answer(spec, num_inputs, config):
     return Answer(num_inputs)
+
+
+def noted(spec, num_inputs, config):
+    return Noted(num_inputs)
 
 
 def count(spec, num_inputs, config):
