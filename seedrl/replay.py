@@ -63,6 +63,7 @@ class ReplayStore:
         self.spec = spec_from_spaces(
             observation_space, action_space, action_mask="none", env_id="own"
         )
+        self.observation_space, self.action_space = observation_space, action_space
         self.num_slots, self.device = num_slots, torch.device(device)
         self.batch_size = batch_size
         self._blocked_by: str | None = None
@@ -78,7 +79,7 @@ class ReplayStore:
         self._every = np.arange(num_slots)
         self._obs = [leaf.name for leaf in self.spec.observation]
         self._actions = [leaf.name for leaf in self.spec.action]
-        self._extras = list(extras or {})
+        self.extra_names = list(extras or {})
         self._rows = 0
 
     def held_back(self, slots: np.ndarray | None = None) -> str | None:
@@ -87,7 +88,7 @@ class ReplayStore:
 
     def append(
         self, *, obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any, first: Any, log_prob: Any = 0.0, value: Any = 0.0,
-        version: int = 0, state: State | None = None, slots: np.ndarray | None = None, extras: Mapping[str, Any] | None = None,
+        version: Any = 0, state: State | None = None, slots: np.ndarray | None = None, extras: Mapping[str, Any] | None = None,
     ) -> int:  # fmt: skip
         """Appends one row to each slot, arrays or tensors [B, ...]; B is `num_slots` unless `slots`, int64 [B], says which.
 
@@ -106,15 +107,16 @@ class ReplayStore:
         given: dict[str, Any] = {"reward": reward, "log_prob": log_prob, "value": value}
         given |= {f"obs/{name}": leaf for name, leaf in _by_leaf("obs", obs, self._obs).items()}
         given |= {f"action/{name}": leaf for name, leaf in _by_leaf("action", action, self._actions).items()}  # fmt: skip
-        given |= {f"extra/{name}": leaf for name, leaf in _by_leaf("extras", extras or {}, self._extras).items()}  # fmt: skip
+        given |= {f"extra/{name}": leaf for name, leaf in _by_leaf("extras", extras or {}, self.extra_names).items()}  # fmt: skip
         columns = {name: self._column(name, values, count) for name, values in given.items()}
         flags = np.zeros((count, 4), np.uint8)
         for column, values in enumerate((terminated, truncated, first)):
             flags[:, column] = np.broadcast_to(_host(values), (count,))
         columns["flags"] = self._on_device(flags)
-        columns["version"] = self._on_device(np.full(count, version, np.int64))
-        states = self._initial if state is None else leaves(state)
-        states = [leaf.expand(count, *leaf.shape[1:]).to(self.device) for leaf in states]
+        columns["version"] = self._on_device(
+            np.broadcast_to(_host(version), (count,)).astype(np.int64)
+        )
+        states = self._states(state, count)
         self._rows += count
         return self._writer.append(at, columns, states)
 
@@ -189,6 +191,21 @@ class ReplayStore:
             if torch_dtype(kept.dtype) != getattr(torch, kept.dtype, None):
                 array = array.view(str(leaf.dtype).removeprefix("torch."))
         return self._on_device(array.astype(str(leaf.dtype).removeprefix("torch."), copy=False))
+
+    def _states(self, state: State | None, count: int) -> list[Tensor]:
+        if state is None:
+            return [leaf.expand(count, *leaf.shape[1:]) for leaf in self._initial]
+        given = leaves(state)
+        if len(given) != len(self._initial):
+            raise ShapeError(what=f"the state has {len(given)} leaves; it must have {len(self._initial)}", do="give a state of the nest that the store was made with")  # fmt: skip
+        for number, (leaf, like) in enumerate(zip(given, self._initial, strict=True)):
+            want = (count, *like.shape[1:])
+            if leaf.shape != want or leaf.dtype is not like.dtype:
+                raise ShapeError(
+                    what=f"leaf {number} of the state is {leaf.dtype} {list(leaf.shape)}; it must be {like.dtype} {list(want)}",
+                    do="give the state entering the row, of each slot",
+                )  # fmt: skip
+        return [leaf.to(self.device) for leaf in given]
 
     def _on_device(self, array: np.ndarray) -> Any:
         if self._storage.arrays is not None:

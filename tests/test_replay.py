@@ -190,3 +190,14 @@ def test_extras_of_another_shape_are_refused_by_name(extras: dict[str, Any], sai
     store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100, unroll_length=4, extras={"teacher": (torch.float32, (4,))})  # fmt: skip
     with pytest.raises(ShapeError, match=re.escape(said)):
         store.append(**a_row(2, 0, extras=extras))
+
+
+@pytest.mark.parametrize(("state", "said"), [
+    ((torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 1)), "leaf 0 of the state is torch.int64 [2, 3]; it must be torch.float32 [2, 3]"),
+    ((torch.zeros(2, 3), torch.zeros(1, 1)), "leaf 1 of the state is torch.float32 [1, 1]; it must be torch.float32 [2, 1]"),
+    ((torch.zeros(2, 3),), "the state has 1 leaves; it must have 2"),
+])  # fmt: skip
+def test_a_state_of_another_shape_is_refused_by_name(state: Any, said: str) -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100, state=(torch.zeros(1, 3), torch.zeros(1, 1)))  # fmt: skip
+    with pytest.raises(ShapeError, match=re.escape(said)):
+        store.append(**a_row(2, 0, state=state))

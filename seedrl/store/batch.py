@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seedrl.errors import ConfigError
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.state import State, leaves, rebuild
 
@@ -58,6 +59,26 @@ class Batch(NamedTuple):
         some = self._map(lambda leaf, axis: leaf.index_select(axis, index))
         return some._replace(items=self.items[index.cpu().numpy()])
 
+    def to_tensordict(self) -> Any:
+        """The same tensors, not copied, as a TensorDict of batch size [R, B] (`seedrl[tensordict]`).
+
+        Names are those of the fields, ("obs", leaf) below them; what an unroll has one of (slots, items, weights, ("state", leaf number)) is
+        the same in every row.
+
+        Raises: ConfigError when tensordict is not installed.
+        """
+        try:
+            from tensordict import TensorDict
+        except ModuleNotFoundError:
+            raise ConfigError(what="there is no module 'tensordict'", where="Batch.to_tensordict", do="pip install 'seedrl[tensordict]'") from None  # fmt: skip
+        lead = self.reward.shape
+        names: dict[str, Any] = self._asdict()
+        names["items"] = torch.from_numpy(self.items).to(self.reward.device)
+        names["state"] = {str(i): leaf for i, leaf in enumerate(leaves(self.state))}
+        for name in ("slots", "items", "weights", "state"):
+            names[name] = _in_every_row(names[name], lead[0])
+        return TensorDict({name: part for name, part in names.items() if part is not None and part != {}}, lead)  # fmt: skip
+
     def _map(self, over: Callable[[Tensor, int], Tensor]) -> Batch:
         """`over(leaf, axis of the unrolls)` in the place of every tensor."""
 
@@ -70,6 +91,12 @@ class Batch(NamedTuple):
 
         state = rebuild(self.state, [over(leaf, 0) for leaf in leaves(self.state)])
         return Batch(*map(mapped, self._replace(state=None)))._replace(state=state)
+
+
+def _in_every_row(part: Any, rows: int) -> Any:
+    if isinstance(part, dict):
+        return {name: _in_every_row(leaf, rows) for name, leaf in part.items()}
+    return None if part is None else part.unsqueeze(0).expand(rows, *part.shape)
 
 
 def joined(batches: list[Batch]) -> Batch:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,9 @@ class KeptRows:
         if not path.exists():
             return None
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 index = {name: file[name] for name in file.files}
-        except (ValueError, OSError, zlib.error) as error:
+        except (ValueError, OSError, zlib.error, zipfile.BadZipFile) as error:
             raise CheckpointError(what=f"the index of the kept rows cannot be read: {error}", where=str(path), do=_APART) from None  # fmt: skip
         self._compare(json.loads(str(index.pop("about"))), path)
         control, reader = self._reader._control, self._reader

@@ -173,9 +173,11 @@ def test_rows_of_another_store_are_refused_by_name(tmp_path: Path) -> None:
     other = CountingStore(3, 4, 3, 5, extra=70, stride=2, mode="uniform")
     with pytest.raises(CheckpointError, match="another store; blocks: here 79, there 69"):
         kept(other, tmp_path).restore()
-    (tmp_path / "index.npz").write_bytes(b"PK nonsense")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        kept(a_store("uniform"), tmp_path).restore()
+    index = (tmp_path / "index.npz").read_bytes()
+    for wrong in (b"PK nonsense", index[: len(index) // 2], b""):
+        (tmp_path / "index.npz").write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            kept(a_store("uniform"), tmp_path).restore()
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
