@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def load_npz(store: ReplayStore, path: Path | str) -> int:
             columns = {name: file[name] for name in file.files}
         about = json.loads(str(columns.pop("about")))
         lengths = columns.pop("run_rows")
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise SpecError(
             what=f"no file of rows: {error}", where=str(path), do="give one that save_npz wrote"
         ) from None

@@ -152,7 +152,7 @@ class KeptRows:
         try:
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 index = {name: file[name] for name in file.files}
-        except (ValueError, OSError, zlib.error, zipfile.BadZipFile) as error:
+        except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             raise CheckpointError(what=f"the index of the kept rows cannot be read: {error}", where=str(path), do=_APART) from None  # fmt: skip
         self._compare(json.loads(str(index.pop("about"))), path)
         control, reader = self._reader._control, self._reader
