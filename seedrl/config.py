@@ -157,6 +157,9 @@ class PolicySection(Section):
         "returns are large, mostly with ppo.")
     action_distribution: Literal["squashed", "clipped"] = Field("squashed", description=
         "How a Gaussian sample enters a bounded box: tanh, or clipping. squashed, as it is smooth at the bounds.")
+    normalise_observations: bool = Field(False, description=
+        "Boxes of floats are brought to mean 0 and deviation 1, by all that the learner has seen, and cut at 10 deviations. false, as it pays only where "
+        "entries differ in scale.")
     kwargs: Kwargs = Field(default_factory=dict, description="Keywords for a policy of your own. None.")
 
 
@@ -239,6 +242,9 @@ class Algorithm(Section):
     value_cost: float = Field(0.5, ge=0, description="Weight of the value loss. 0.5 as in the paper.")
     normalise_advantages: bool | None = Field(None, description=
         "Advantages of a batch (ppo: a minibatch) to mean 0 and deviation 1. null: true for ppo, false for vtrace, as is usual.")
+    normalise_returns: bool = Field(False, description=
+        "The value learns returns of mean 0 and deviation 1, by all that were seen; not with dqn, r2d2. false, as it needs some updates to settle; true where returns are "
+        "in the hundreds, or their scale is not known.")
     synchronous: bool = Field(True, description=
         "ppo: each iteration is one unroll of every slot, by one version; actors wait while it is learnt from. false: they go on, "
         "and V-trace corrects the advantages (APPO), which pays where a simulator is slow. true needs the fewest steps.")
@@ -517,6 +523,13 @@ def _learning_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], 
     if algorithm.name in Q_LEARNING and replay.mode == "queue":
         what = f"{algorithm.name} learns from rows that are kept, which queue does not"
         yield ("algorithm.name", "replay.mode"), what, "set replay.mode to prioritized or uniform"
+    if algorithm.normalise_returns and algorithm.values_actions:
+        what = f"the target network of {algorithm.name} would value by other moments than the network that learns"
+        yield (
+            ("algorithm.normalise_returns", "algorithm.name"),
+            what,
+            "set algorithm.value_rescale, or env.reward_scale",
+        )
     if replay.initial_priority == "acting" and not algorithm.values_actions:
         what = f"first priorities are errors of the values of actions, which {algorithm.name} has none of"
         yield ("replay.initial_priority", "algorithm.name"), what, "set replay.initial_priority to largest, or algorithm.name to dqn or r2d2"  # fmt: skip

@@ -8,8 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from csrc_free_kernels.returns import vtrace_rows
 from seedrl.config import Config
 from seedrl.policy.base import Heads, Observation, Policy
+from seedrl.policy.normalise import Normalised
+from seedrl.policy.values import ActionValues
 from seedrl.spec import EnvSpec
 from seedrl.store.batch import Batch
 from seedrl.store.state import leaves
@@ -48,6 +51,9 @@ class Network:
         self.spec = spec
         self.recurrent = bool(leaves(policy.initial_state(1)))
         self._bfloat16 = config.learner.precision == "bfloat16"
+        inner = policy.policy if isinstance(policy, ActionValues) else policy
+        self._normalised = inner if isinstance(inner, Normalised) else None
+        self._section = config.algorithm
         self._dtypes = {leaf.name: getattr(torch, leaf.dtype) for leaf in spec.observation}
 
     def over_unrolls(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -60,7 +66,7 @@ class Network:
                     state = self.policy(self._obs(warm), state, batch.first[:burn_in])[2]
             rows = {name: leaf[burn_in:] for name, leaf in batch.obs.items()}
             inputs, values = self.policy(self._obs(rows), state, batch.first[burn_in:])[:2]
-        return inputs.float(), values.float()
+        return inputs.float(), self._scaled(values.float())
 
     def over_rows(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(inputs [M, P], values [M]) of rows [M, ...] in any order, of a policy without state."""
@@ -70,7 +76,36 @@ class Network:
         with torch.autocast(some.device.type, torch.bfloat16, enabled=self._bfloat16):
             state = self.policy.initial_state(len(some))
             inputs, values = self.policy(self._obs(lead), state, first)[:2]
-        return inputs[0].float(), values[0].float()
+        return inputs[0].float(), self._scaled(values[0].float())
+
+    def normalised(self, batch: Batch) -> Batch:
+        """The batch with rewards and values in the unit in which values are learnt: `over_unrolls` gives them so."""
+        if self._normalised is None or self._normalised.returns is None:
+            return batch
+        return batch._replace(reward=self._scaled(batch.reward), value=self._scaled(batch.value))
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        if self._normalised is None or self._normalised.returns is None:
+            return values
+        return values * self._normalised.returns.inverse
+
+    @torch.no_grad()
+    def observe(self, batch: Batch) -> None:
+        """Takes the batch, whose rewards and values are in their own units, into the moments: after it was learnt from."""
+        if self._normalised is None:
+            return
+        rows = slice(self.burn_in, -1)  # the last is the next unroll's first
+        obs = {name: leaf[rows].flatten(0, 1) for name, leaf in batch.obs.items()}
+        returns = batch.value
+        if self._normalised.returns is not None:
+            behind, section = slice(self.burn_in, None), self._section
+            log_prob = batch.log_prob[behind]
+            found = vtrace_rows(
+                log_prob, log_prob, batch.reward[behind], batch.value[behind], batch.terminated[behind], batch.first[behind], section.gamma,
+                lambda_=section.lambda_or_default,
+            )  # fmt: skip
+            returns = found.vs[found.mask > 0]
+        self._normalised.observe(obs, returns)
 
     def _obs(self, obs: dict[str, Tensor]) -> Observation:
         typed = {

@@ -98,7 +98,8 @@ class Learner:
     ) -> None:  # fmt: skip
         self.config, self.spec, self.policy = config, spec, policy.train()
         self.device = require_device(config.learner.device, "learner.device")
-        self.algorithm = make_algorithm(Network(policy, heads, config, spec), config)
+        self.network = Network(policy, heads, config, spec)
+        self.algorithm = make_algorithm(self.network, config)
         self._parameters = list(policy.parameters())
         self.optimizer = make_optimizer(self._parameters, config.learner)
         self.reader, self.publisher, self.board = reader, publisher, board
@@ -142,7 +143,7 @@ class Learner:
         batch = rewarded(batch.to(self.device), env.reward_scale, env.reward_clip)
         rate = learning_rate(self.updates, self.config.learner, self.total_updates)
         steps: list[dict[str, float]] = []
-        for loss in self.algorithm.losses(batch):
+        for loss in self.algorithm.losses(self.network.normalised(batch)):
             self.optimizer.zero_grad(set_to_none=True)
             loss.total.backward()
             # from its first step on, an update is brought to an end before a stop
@@ -152,6 +153,7 @@ class Learner:
                 break
         if not steps:
             raise RunError(what=f"{self.config.algorithm.name} gave no loss for a batch", where="algorithm.name", do="yield one at least")  # fmt: skip
+        self.network.observe(batch)
         if loss.priorities is not None:
             self.reader.update_priorities(batch.items, loss.priorities.cpu().numpy())
         with self._undisturbed():

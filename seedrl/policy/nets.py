@@ -357,6 +357,13 @@ class Default(Policy):
         encoded: Tensor = encoder(flat)
         return encoded.view(rows, columns, -1)
 
+    @torch.no_grad()
+    def rescale_value(self, factor: Tensor, offset: Tensor) -> None:
+        """Changes the value's layer so that it gives factor * value + offset; both float32 []."""
+        layer = self.heads if self.value_encoder is None else self.value
+        layer.weight[-1:].mul_(factor)
+        layer.bias[-1:].mul_(factor).add_(offset)
+
     def initial_state(self, batch: int) -> State:
         return () if self.core is None else self.core.initial_state(batch)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from seedrl.policy.heads import ILLEGAL, TINY, Heads
 from seedrl.policy.nets import MLP, Default, Encoder, Flat, Recurrent
+from seedrl.policy.normalise import LIMIT, Normalised
 from seedrl.policy.values import ActionValues, ValueHeads
 from seedrl.spec import Leaf
 
@@ -119,9 +120,16 @@ class NumpyPolicy:
     """`Default` of one box leaf, linear layers with tanh or relu, and its core if it has one; or values of actions by it. See `of`."""
 
     def __init__(
-        self, policy: Default, values: ActionValues | None, flat: Flat, mlp: MLP, max_rows: int
-    ) -> None:
+        self, policy: Default, values: ActionValues | None, normalised: Normalised | None, flat: Flat, mlp: MLP, max_rows: int
+    ) -> None:  # fmt: skip
         self._values = values
+        self._returns: tuple[np.ndarray, np.ndarray] | None = None
+        self._moments: tuple[np.ndarray, np.ndarray] | None = None
+        if normalised is not None and normalised.returns is not None:
+            self._returns = _view(normalised.returns.scale), _view(normalised.returns.centre)
+        if normalised is not None and normalised.moments:
+            (moments,) = normalised.moments.values()
+            self._moments = _view(moments.centre).reshape(-1), _view(moments.inverse).reshape(-1)  # type: ignore[arg-type]
         self._encoder, self._core = _MLP(mlp, max_rows), None
         if policy.core is not None:
             cell = policy.core.cell
@@ -143,6 +151,9 @@ class NumpyPolicy:
         values = policy if type(policy) is ActionValues else None
         if values is not None:
             policy = values.policy
+        normalised = policy if type(policy) is Normalised else None
+        if normalised is not None:
+            policy = normalised.policy
         if type(policy) is not Default or type(policy.core) not in (NoneType, Recurrent):
             return None
         encoder = policy.encoder
@@ -153,7 +164,7 @@ class NumpyPolicy:
             return None
         if mlp.activation not in _ACTIVATIONS:
             return None
-        return NumpyPolicy(policy, values, flat, mlp, max_rows)
+        return NumpyPolicy(policy, values, normalised, flat, mlp, max_rows)
 
     def __call__(
         self, obs: np.ndarray, state: list[np.ndarray]
@@ -165,7 +176,12 @@ class NumpyPolicy:
         """
         count = len(obs)
         x = obs.reshape(count, -1)
-        if self._scale is not None or x.dtype != np.float32:
+        if self._moments is not None:
+            flat = self._flat[:count]
+            np.subtract(x, self._moments[0], out=flat, casting="unsafe")
+            flat *= self._moments[1]
+            x = np.clip(flat, -LIMIT, LIMIT, out=flat)
+        elif self._scale is not None or x.dtype != np.float32:
             flat = self._flat[:count]
             flat[:] = x
             x = flat
@@ -181,6 +197,8 @@ class NumpyPolicy:
             inputs, value = out, self._value(self._value_encoder(x))[:, 0]
         else:
             inputs, value = out[:, :-1], out[:, -1]
+        if self._returns is not None:
+            value = value * self._returns[0] + self._returns[1]
         if self._values is None:
             return inputs, value, state
         if self._values.dueling:

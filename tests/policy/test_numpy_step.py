@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from seedrl.config import PolicySection
 from seedrl.policy.base import Heads, make_policy
+from seedrl.policy.normalise import Normalised, as_seen, normalised_leaves
 from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
 from seedrl.policy.values import ActionValues
 from seedrl.spec import EnvSpec, spec_from_spaces
@@ -34,7 +35,7 @@ def a_spec(box: spaces.Box, action: spaces.Space[Any]) -> EnvSpec:
 @given(
     kind=st.sampled_from(sorted(BOXES)), hidden=st.lists(st.integers(1, 9), max_size=3), activation=st.sampled_from(["tanh", "relu"]),
     rows=st.integers(1, MAX_ROWS), seed=st.integers(0, 999), separate=st.booleans(), core=st.sampled_from(["none", "lstm", "gru"]),
-    valued=st.sampled_from([None, False, True]),
+    valued=st.sampled_from([None, False, True]), normalised=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_the_network_is_torchs(
@@ -46,16 +47,18 @@ def test_the_network_is_torchs(
     separate: bool,
     core: str,
     valued: bool | None,
+    normalised: bool,
 ) -> None:
     box, dtype = BOXES[kind]
     torch.manual_seed(seed)
     spec = a_spec(box, spaces.Discrete(4))
-    policy = make_policy(
-        PolicySection(
-            hidden=hidden, activation=activation, separate_value=separate, core=core, core_size=5
-        ),  # type: ignore[arg-type]
-        spec,
-    ).eval()
+    leaves = normalised_leaves(spec) if normalised and dtype is not np.uint8 else []
+    section = PolicySection(
+        hidden=hidden, activation=activation, separate_value=separate, core=core, core_size=5  # type: ignore[arg-type]
+    )  # fmt: skip
+    policy = make_policy(section, as_seen(spec, leaves)).eval()
+    if normalised:
+        policy = Normalised(policy, leaves, returns=True)
     if valued is not None:
         policy = ActionValues(policy, dueling=valued).eval()
     fast = NumpyPolicy.of(policy, MAX_ROWS)
@@ -64,6 +67,10 @@ def test_the_network_is_torchs(
     # a core's gates turn the rounding of large sums into differences of their own
     spread = 1.0 if core == "none" else 0.2
     for _ in range(2):
+        if normalised:
+            moments: Any = policy.policy if valued is not None else policy
+            seen = rng.uniform(0, 200, (9, *box.shape)).astype(dtype)
+            moments.observe({"observation": torch.from_numpy(seen)}, torch.randn(9) * 3 + 1)
         with torch.no_grad():  # published weights arrive in place
             for parameter in policy.parameters():
                 parameter.copy_(torch.from_numpy(rng.normal(0, spread, tuple(parameter.shape))))
