@@ -190,6 +190,9 @@ class Replay(Section):
         "Draws by which samples_per_insert may be off, either way. null: twice the fewest with which nobody waits for ever.")
     max_uses: int | None = Field(None, ge=1, le=1_000_000, description=
         "Draws of an unroll, after which it is gone; not with queue. null: 1 with recent, any number with the others.")
+    remover: Literal["oldest", "oldest_version", "lowest_priority"] = Field("oldest", description=
+        "What makes room for new rows; not with queue. oldest: the block that was filled longest ago; oldest_version: the one that the oldest policy began, where some "
+        "environments are much slower than others; lowest_priority, with prioritized: the one whose unrolls matter least, so that the others stay for up to four times as long.")
     initial_priority: Literal["largest", "acting"] = Field("largest", description=
         "prioritized: what new unrolls have. largest: the largest so far, so that each is drawn soon; acting: by the values of the policy that "
         "acted, as in Ape-X, which costs two columns.")
@@ -550,9 +553,15 @@ def replay_contradictions(
             if getattr(replay, name) is not None:
                 what = f"{name} is of rows that are kept; queue has each once"
                 yield (f"replay.{name}", "replay.mode"), what, "set replay.mode to uniform, prioritized or recent, or leave it out"  # fmt: skip
+        if replay.remover != "oldest":
+            what = f"queue gives its rows to the learner, and has none for {replay.remover} to choose from"
+            yield ("replay.remover", "replay.mode"), what, "set replay.mode to uniform, prioritized or recent, or leave it out"  # fmt: skip
     elif replay.capacity is None:
         what = f"{replay.mode} keeps as many rows as there is room for, and nobody said how many"
         yield ("replay.capacity", "replay.mode"), what, "set replay.capacity, in rows"
+    if replay.remover == "lowest_priority" and replay.mode != "prioritized":
+        what = f"lowest_priority goes by priorities, which {replay.mode} has none of"
+        yield ("replay.remover", "replay.mode"), what, "set replay.mode to prioritized, or replay.remover to oldest"  # fmt: skip
     uses = replay.max_uses_or_default
     if uses is not None and replay.samples_per_insert is not None and replay.samples_per_insert > uses:  # fmt: skip
         what = f"{replay.samples_per_insert:g} draws of each unroll, which is gone after {uses}"

@@ -16,6 +16,7 @@ from seedrl.store.blocks import BlockLayout, BlockStorage, RowSpecs, UnrollRule
 from seedrl.store.initial import ActingPriorities
 from seedrl.store.limiter import Limiter
 from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
+from seedrl.store.removers import LowestPriority, Oldest, OldestVersion, Remover
 from seedrl.store.replay import ReplayLayout, ReplayReader, ReplayWriter
 from seedrl.store.ring import RingReader, RingWriter
 from seedrl.store.selectors import Prioritized, Recent, Schedule, Selector, Uniform
@@ -70,7 +71,7 @@ class StorePlan:
             num_blocks = _queue_blocks(replay, learner.batch_size, rule, num_slots)
         return StorePlan(
             BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule, extras),
-            ReplayLayout(rule, num_blocks, num_slots, ring),
+            ReplayLayout(rule, num_blocks, num_slots, ring, replay.remover == "lowest_priority"),
             _limiter(replay, learner.batch_size, rule.stride, num_slots),
             replay, seed, replay.max_lag, False,
         )  # fmt: skip
@@ -83,7 +84,8 @@ class StorePlan:
     def writer(self, storage: BlockStorage, memory: mmap.mmap, learner_bell: int) -> ReplayWriter:
         """The engine's end. Args: memory: the control's."""
         if self.control.ring:
-            return RingWriter(storage, self.control, memory, learner_bell, limiter=self.limiter)
+            ends = (storage, self.control, memory, learner_bell)
+            return RingWriter(*ends, limiter=self.limiter, remover=self._remover(storage))
         return QueueWriter(storage, self.control, memory, learner_bell)
 
     def reader(
@@ -105,6 +107,15 @@ class StorePlan:
             )  # fmt: skip
         # an iteration's first rows are the bootstrap rows of the one before
         return QueueReader(*ends, 1 if self.iterations else self.max_lag)
+
+    def _remover(self, storage: BlockStorage) -> Remover:
+        blocks = self.control.num_blocks
+        if self.replay.remover == "lowest_priority":
+            return LowestPriority(blocks)
+        if self.replay.remover == "oldest_version":
+            columns = storage.rows if storage.arrays is None else storage.arrays
+            return OldestVersion(blocks, columns["version"], self.control.rule.block_length)
+        return Oldest(blocks)
 
     def _selector(self) -> Selector:
         replay, capacity = self.replay, self.control.capacity

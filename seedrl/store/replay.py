@@ -10,6 +10,7 @@ The control memory is int64 words, every one with one writer:
                   queue: blocks to give back; ring: the blocks it reads, and the generation of each
     blocks [K]    queue: a ring of numbers of blocks that may be filled again (learner)
                   ring: the generation of each block, one more before it is filled again (engine)
+    keys [K]      ring, removed by priority: the largest of its unrolls', float64, and of which generation: int64 [K] behind (learner)
 
 Heads and tails only grow; an entry is written before the head that covers it. `queue.py` and `ring.py` are the two ways to keep rows: until
 the learner has taken each unroll once, or until newer rows need the room.
@@ -31,6 +32,7 @@ from seedrl.store.blocks import Appender, BlockStorage, Columns, UnrollRule, Unr
 from seedrl.transport import doorbell
 
 _LINE = 16
+_KEPT_LONGER = 4  # than the newest rows, what has a high priority: so many announcements there are
 ITEMS_HEAD = 0
 ITEMS_TAIL, LEARNED_ROWS, STALE_ROWS, WANTED, VERSION, SAMPLED = range(6)
 
@@ -43,6 +45,7 @@ class ReplayLayout:
     num_blocks: int
     num_slots: int
     ring: bool
+    keyed: bool = False  # whether the learner says what each block is worth
 
     @property
     def width(self) -> int:
@@ -56,11 +59,13 @@ class ReplayLayout:
         if not self.ring:
             return 2 * self.num_blocks + self.num_slots * (self.rule.blocks_held + 2)
         rows, rule = self.num_blocks * self.rule.block_length, self.rule
+        rows *= _KEPT_LONGER if self.keyed else 1
         return rows // rule.stride + self.num_slots * (rule.burn_in // rule.stride + 4)
 
     @property
     def nbytes(self) -> int:
-        return 8 * (4 * _LINE + self.capacity * self.width + self.num_blocks)
+        columns = 3 if self.keyed else 1
+        return 8 * (4 * _LINE + self.capacity * self.width + columns * self.num_blocks)
 
 
 class Control:
@@ -74,7 +79,10 @@ class Control:
         self.items = words[at : at + layout.capacity * layout.width].reshape(
             layout.capacity, layout.width
         )
-        self.blocks = words[at + layout.capacity * layout.width :]
+        columns = words[at + layout.capacity * layout.width :].reshape(-1, layout.num_blocks)
+        self.blocks = columns[0]
+        if layout.keyed:
+            self.keys, self.key_generations = columns[1].view(np.float64), columns[2]
         rows = layout.rule.num_rows
         self.index, self.state_at, self.slot = (
             self.items[:, :rows],

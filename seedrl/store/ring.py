@@ -17,6 +17,7 @@ import torch
 from seedrl.store.batch import Batch, joined
 from seedrl.store.blocks import Unrolls
 from seedrl.store.limiter import Limiter
+from seedrl.store.removers import BlockKeys, Oldest, Remover
 from seedrl.store.replay import (
     ITEMS_HEAD,
     LEARNED_ROWS,
@@ -37,12 +38,11 @@ _TRIES = 100  # of a batch, before the learner waits for new unrolls
 class RingWriter(ReplayWriter):
     """Room is made by the oldest rows; the ratio of draws to inserts may hold back."""
 
-    def __init__(self, *arguments: Any, limiter: Limiter) -> None:
+    def __init__(self, *arguments: Any, limiter: Limiter, remover: Remover | None = None) -> None:
         super().__init__(*arguments)
         self._limiter = limiter
-        # blocks that are not written any more, oldest first: a ring of which each block is in at most once
-        self._retired = np.zeros(self._layout.num_blocks, np.int64)
-        self._retired_head = self._retired_tail = 0
+        self._remover = remover or Oldest(self._layout.num_blocks)
+        self._remover.control = self._control
 
     def held_back(self, slots: np.ndarray) -> str | None:
         appender = self._appender
@@ -66,33 +66,25 @@ class RingWriter(ReplayWriter):
         # a block goes with the last one that reads it
         _, last = np.unique(live[::-1], return_index=True)
         kept = live[::-1][np.sort(last)[::-1]]
-        self._retire(kept)
+        self._remover.retire(kept)
         self._appender.free = sorted(set(self._appender.free) - set(kept.tolist()), reverse=True)
 
     def _make_room(self, count: int) -> None:
         if count > 0:
-            tail = self._retired_tail
-            assert count <= self._retired_head - tail, "the plan has blocks for all open unrolls"
-            blocks = self._retired[np.arange(tail, tail + count) % self._retired.size]
-            self._retired_tail = tail + count
+            blocks = self._remover.take(count)
             self._control.blocks[blocks] += 1  # before anything is written there
             self._appender.free += blocks.tolist()
-
-    def _retire(self, blocks: np.ndarray) -> None:
-        head = self._retired_head
-        self._retired[np.arange(head, head + blocks.size) % self._retired.size] = blocks
-        self._retired_head = head + blocks.size
 
     def _announce(self, at: np.ndarray, done: Unrolls) -> None:
         count = done.blocks.shape[1]
         self._control.more[at, :count] = done.blocks
         self._control.more[at, count:] = self._control.blocks[done.blocks]
-        self._retire(done.release[done.release >= 0])
+        self._remover.retire(done.release[done.release >= 0])
 
     def discard(self, slots: np.ndarray) -> int:
         dropped, shared = self._appender.discard(slots)
         for _, blocks in shared:
-            self._retire(np.array(blocks, np.int64))
+            self._remover.retire(np.array(blocks, np.int64))
         return dropped
 
 
@@ -129,6 +121,8 @@ class RingReader(ReplayReader):
         self._tail = self._seen = 0  # numbers from the one up to the other may be drawn
         self._tail_blocks = np.zeros(1, np.int64)  # of the oldest one, at the last look
         self._tail_generations = np.full(1, -1)
+        keyed = self._layout.keyed
+        self._keys = BlockKeys(self._layout, self._control, selector) if keyed else None
         self.redrawn = self.dropped_priorities = self.missed = self.forgiven = 0
 
     # ------------------------------------------------------------------------------------------------------- drawing
@@ -203,7 +197,10 @@ class RingReader(ReplayReader):
     def _use(self, items: np.ndarray) -> None:
         if self._max_uses is not None:
             np.add.at(self._uses, items % self._layout.capacity, 1)
-            self.selector.remove(items[self._used_up(items)])
+            used_up = items[self._used_up(items)]
+            self.selector.remove(used_up)
+            if self._keys is not None:
+                self._keys.changed(used_up)
 
     def _unuse(self, items: np.ndarray) -> None:
         if self._max_uses is not None:
@@ -259,9 +256,14 @@ class RingReader(ReplayReader):
     def _take_in(self) -> None:
         """Admits what was announced since the last look, and lets go of what is gone at the old end."""
         head, oldest = int(self._control.engine[ITEMS_HEAD]), self._oldest()
+        if self._keys is not None:
+            self.selector.remove(self._keys.overwritten())
         if self._tail < oldest:  # the ring went round
             self.missed += max(0, oldest - self._seen)
-            self.selector.remove(np.arange(self._tail, min(oldest, self._seen)))
+            gone = np.arange(self._tail, min(oldest, self._seen))
+            self.selector.remove(gone)
+            if self._keys is not None:
+                self._keys.changed(gone)
             self._tail = oldest
             self._seen = max(self._seen, oldest)
             self._tail_generations = np.full_like(self._tail_generations, -1)
@@ -275,6 +277,10 @@ class RingReader(ReplayReader):
             initial = None if self._initial is None else self._initial(self._control.index[places])
             self.selector.insert(numbers, initial)
             self._seen = head
+            if self._keys is not None:
+                half = self._layout.rule.blocks_held
+                more = self._control.more[places]
+                self._keys.admit(numbers, more[:, :half], more[:, half:])
         if self._tail < self._seen and not self._tail_is_gone():
             return
         looked_at = _FEW
@@ -332,6 +338,8 @@ class RingReader(ReplayReader):
         there[there] = self._whole(self._entries(items[there])) & ~self._used_up(items[there])
         self.dropped_priorities += int(np.count_nonzero(~there))
         self.selector.update(items[there], priorities[there])
+        if self._keys is not None:
+            self._keys.changed(items[there])
 
     def accounts(self) -> dict[str, int]:
         self._take_in()
@@ -366,8 +374,14 @@ class RingReader(ReplayReader):
         self._tail, self._seen = tail, seen
         self._began, self._drawn_before = seen, int(self._control.learner[LEARNED_ROWS])
         self._tail_generations = np.full_like(self._tail_generations, -1)
+        if self._keys is not None:
+            self._keys.overwritten()
+            entries = self._entries(np.arange(tail, seen))
+            self._keys.admit(entries.numbers, entries.blocks, entries.generations)
 
     @property
     def kept(self) -> int:
-        """Unrolls that may be drawn, but for some that are gone in between."""
-        return self._seen - self._tail
+        """Unrolls that may be drawn, but for some that are gone in between: counted where those are many."""
+        if self._keys is None:
+            return self._seen - self._tail
+        return int(np.count_nonzero(self._whole(self._entries(np.arange(self._tail, self._seen)))))

@@ -16,6 +16,7 @@ from seedrl.store.batch import Batch, Gather
 from seedrl.store.blocks import BlockLayout, BlockStorage, UnrollRule
 from seedrl.store.limiter import Limiter
 from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
+from seedrl.store.removers import LowestPriority, Oldest, OldestVersion
 from seedrl.store.replay import ReplayLayout
 from seedrl.store.ring import RingReader, RingWriter
 from seedrl.store.selectors import Prioritized, Recent, Schedule, Selector, Uniform
@@ -39,7 +40,7 @@ class CountingStore:
         self, slots: int, unroll: int, burn_in: int, length: int, batch: int = 1, extra: int = 0, max_lag: int | None = None,
         *, stride: int | None = None, mode: str = "queue", limiter: Limiter = FREE, max_uses: int | None = None,
         episode: int | None = None, cross_episodes: bool = True, seed: int = 0, alpha: float = 1.0, beta: float = 1.0,
-        over_store: bool = False,
+        over_store: bool = False, remover: str = "oldest",
     ) -> None:  # fmt: skip
         self.rule, self.batch = UnrollRule(unroll, burn_in, length, stride or unroll), batch
         ring = mode != "queue"
@@ -47,7 +48,7 @@ class CountingStore:
         blocks = (held if ring else queue_blocks(self.rule, slots, batch)) + extra
         state = [torch.zeros(1, 2)]
         layout = BlockLayout.of(SPEC, ACTIONS, state, blocks, self.rule)
-        self.layout = ReplayLayout(self.rule, blocks, slots, ring)
+        self.layout = ReplayLayout(self.rule, blocks, slots, ring, remover == "lowest_priority")
         memory = host.memfd("replay", layout.nbytes)
         control = host.memfd("control", self.layout.nbytes)
         bell, engine_bell = doorbell.make(), doorbell.make()
@@ -65,7 +66,12 @@ class CountingStore:
                 "uniform": Uniform(seed), "recent": Recent(self.layout.capacity),
                 "prioritized": Prioritized(self.layout.capacity, seed, Schedule(alpha), Schedule(beta), over_store),
             }  # fmt: skip
-            self.writer: Any = RingWriter(*ends(), limiter=limiter)
+            here = ends()
+            removers = {
+                "oldest": Oldest(blocks), "lowest_priority": LowestPriority(blocks),
+                "oldest_version": OldestVersion(blocks, here[0].arrays["version"], length),
+            }  # fmt: skip
+            self.writer: Any = RingWriter(*here, limiter=limiter, remover=removers[remover])
             self.reader: Any = RingReader(
                 *mine, engine_bell, gather, max_lag, selector=selectors[mode], limiter=limiter, max_uses=max_uses
             )  # fmt: skip
