@@ -11,6 +11,8 @@ chosen at it, and the reward and flags of the step that *led* to it. The first r
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,35 @@ from seedrl.spec import spec_from_spaces
 from seedrl.store.batch import Batch
 from seedrl.store.blocks import BlockStorage, RowSpecs, torch_dtype
 from seedrl.store.kept import KeptRows
+from seedrl.store.memory import require_room
 from seedrl.store.plan import StorePlan
 from seedrl.store.ring import RingReader
 from seedrl.store.state import State, leaves
 from seedrl.transport import doorbell
 
 _LENGTHS = ("unroll_length", "burn_in", "stride")
+
+
+class Pool:
+    """Blocks of one storage, which several stores take and give back."""
+
+    def __init__(self, storage: BlockStorage) -> None:
+        self.storage = storage
+        self.free = list(range(storage.layout.num_blocks))
+
+    def take(self, count: int) -> list[int]:
+        """Raises: ConfigError when there are not as many: how many rows are left."""
+        if count > len(self.free):
+            length = self.storage.layout.rule.block_length
+            raise ConfigError(
+                what=f"the store asks for {count * length} rows, those that are being filled included; {len(self.free) * length} are left",
+                where="capacity", do="lower it, retire another policy, or make the whole larger",
+            )  # fmt: skip
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        self.free += blocks
 
 
 class ReplayStore:
@@ -44,13 +69,15 @@ class ReplayStore:
         state: the policy's recurrent state for one slot, each leaf [1, ...]; () for none.
         device: where rows lie. batch_size: largest batch that will be asked for.
         extras: what else is stored beside each row: dtype and shape by name, `{"teacher_logits": (torch.float32, (18,))}`.
+        pool: memory that is shared with other stores (`seedrl.shards`); None: the store has its own.
         settings: fields of the configuration's `replay` section, and `unroll_length`, `burn_in`, `stride` of `learner`.
     Raises: ConfigError for a setting that cannot be: which one, and what to do.
     """
 
     def __init__(
         self, observation_space: Space[Any], action_space: Space[Any], *, num_slots: int, state: State = (),
-        device: str | torch.device = "cpu", batch_size: int = 32, seed: int = 0, extras: RowSpecs | None = None, **settings: Any,
+        device: str | torch.device = "cpu", batch_size: int = 32, seed: int = 0, extras: RowSpecs | None = None,
+        pool: Pool | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         learner = {name: settings.pop(name) for name in _LENGTHS if name in settings}
         settings.setdefault("mode", "uniform")
@@ -71,11 +98,17 @@ class ReplayStore:
         stored = Heads(self.spec.action).stored_specs()
         self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed, extras)  # fmt: skip
         self._initial = [leaf.to(self.device) for leaf in leaves(state)]
-        memory = torch.from_numpy(np.zeros(self.plan.blocks.nbytes, np.uint8)).to(self.device)
-        self._storage = BlockStorage(self.plan.blocks, memory)
-        control, bell = mmap.mmap(-1, self.plan.control.nbytes), doorbell.make()
-        self._writer = self.plan.writer(self._storage, control, bell)
-        self._reader = self.plan.reader(self._storage, control, bell, doorbell.make(), state)
+        self.blocks: list[int] | None = None  # of the pool
+        if pool is not None:
+            self.plan = self.plan.within(pool.storage.layout)
+            self.blocks = pool.take(self.plan.blocks.num_blocks)
+        self._storage = _memory(self.plan, self.device) if pool is None else pool.storage
+        control = mmap.mmap(-1, self.plan.control.nbytes)
+        bell, engine_bell = doorbell.make(), doorbell.make()
+        weakref.finalize(self, _close, bell, engine_bell)
+        self._writer = self.plan.writer(self._storage, control, bell, self.blocks)
+        self._reader = self.plan.reader(self._storage, control, bell, engine_bell, state)
+        self._reader.blocks = self.blocks
         self._every = np.arange(num_slots)
         self._obs = [leaf.name for leaf in self.spec.observation]
         self._actions = [leaf.name for leaf in self.spec.action]
@@ -211,6 +244,17 @@ class ReplayStore:
         if self._storage.arrays is not None:
             return array
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _memory(plan: StorePlan, device: torch.device) -> BlockStorage:
+    require_room(device, plan.blocks.nbytes + plan.control.nbytes, plan.blocks.num_rows)
+    memory = torch.from_numpy(np.zeros(plan.blocks.nbytes, np.uint8)).to(device)
+    return BlockStorage(plan.blocks, memory)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _section(kind: Any, values: dict[str, Any]) -> Any:

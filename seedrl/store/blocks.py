@@ -222,12 +222,20 @@ class Appender:
     """Appends rows of many slots at once; hands out the unrolls they complete. One writer: the engine.
 
     Args:
-        storage: the columns. num_slots: N. rule: see UnrollRule.
+        storage: the columns. num_slots: N. rule: see UnrollRule. blocks: those that may be filled; None: all.
     """
 
-    def __init__(self, storage: BlockStorage, num_slots: int, rule: UnrollRule) -> None:
+    def __init__(
+        self,
+        storage: BlockStorage,
+        num_slots: int,
+        rule: UnrollRule,
+        blocks: list[int] | None = None,
+    ) -> None:
         self.storage, self.rule = storage, rule
-        self.free = list(range(storage.layout.num_blocks - 1, -1, -1))
+        self.free = sorted(
+            range(storage.layout.num_blocks) if blocks is None else blocks, reverse=True
+        )
         self._ring = rule.blocks_held + 1
         self._chain = np.full(
             (num_slots, self._ring), -1, np.int64

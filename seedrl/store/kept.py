@@ -103,7 +103,8 @@ class KeptRows:
         layout = self._storage.layout
         leaves = {leaf.name: [str(leaf.dtype), *leaf.shape] for leaf in (*layout.rows, *layout.states)}  # fmt: skip
         rule = vars(layout.rule)
-        return {"format": _FORMAT, "leaves": leaves, "rule": rule, "blocks": layout.num_blocks, "slots": self._reader._layout.num_slots}  # fmt: skip
+        mine = zlib.crc32(np.array(sorted(self._reader.blocks or ()), np.int64).tobytes())
+        return {"format": _FORMAT, "share": mine, "leaves": leaves, "rule": rule, "blocks": layout.num_blocks, "slots": self._reader._layout.num_slots}  # fmt: skip
 
     def _write(self, index: dict[str, np.ndarray], blocks: np.ndarray, rows: np.ndarray) -> None:
         try:

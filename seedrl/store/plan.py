@@ -81,12 +81,29 @@ class StorePlan:
         """The lag at which acting stops: rows of a ring are not made for one learner's step, and are dropped when they are drawn."""
         return None if self.control.ring else self.max_lag
 
-    def writer(self, storage: BlockStorage, memory: mmap.mmap, learner_bell: int) -> ReplayWriter:
-        """The engine's end. Args: memory: the control's."""
+    def within(self, layout: BlockLayout) -> StorePlan:
+        """The same in a storage of more blocks, which others share. Raises: ConfigError when its rows are others."""
+        if replace(layout, num_blocks=self.blocks.num_blocks) != self.blocks:
+            raise ConfigError(
+                what=f"{self.blocks.rule} does not fit the shared storage's {layout.rule}", where="unroll_length, burn_in, stride, block_length",
+                do="leave these to the storage",
+            )  # fmt: skip
+        return replace(self, control=replace(self.control, pool_blocks=layout.num_blocks))
+
+    def writer(
+        self,
+        storage: BlockStorage,
+        memory: mmap.mmap,
+        learner_bell: int,
+        blocks: list[int] | None = None,
+    ) -> ReplayWriter:
+        """The engine's end. Args: memory: the control's. blocks: those of the storage that are its own; None: all."""
         if self.control.ring:
             ends = (storage, self.control, memory, learner_bell)
-            return RingWriter(*ends, limiter=self.limiter, remover=self._remover(storage))
-        return QueueWriter(storage, self.control, memory, learner_bell)
+            return RingWriter(
+                *ends, limiter=self.limiter, remover=self._remover(storage), blocks=blocks
+            )
+        return QueueWriter(storage, self.control, memory, learner_bell, blocks)
 
     def reader(
         self,
@@ -109,7 +126,7 @@ class StorePlan:
         return QueueReader(*ends, 1 if self.iterations else self.max_lag)
 
     def _remover(self, storage: BlockStorage) -> Remover:
-        blocks = self.control.num_blocks
+        blocks = self.control.storage_blocks
         if self.replay.remover == "lowest_priority":
             return LowestPriority(blocks)
         if self.replay.remover == "oldest_version":

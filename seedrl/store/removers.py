@@ -127,10 +127,14 @@ class BlockKeys:
         rule = layout.rule
         self._control, self._selector, self._capacity = control, selector, layout.capacity
         most = (rule.block_length + rule.num_rows) // rule.stride + 2  # unrolls that read a block
-        self._readers = np.full((layout.num_blocks, most), -1, np.int64)  # their numbers, a ring
-        self._count = np.zeros(layout.num_blocks, np.int64)
+        self._readers = np.full(
+            (layout.storage_blocks, most), -1, np.int64
+        )  # their numbers, a ring
+        self._count = np.zeros(layout.storage_blocks, np.int64)
         self._generation = control.blocks.copy()
-        self._known = np.zeros(layout.num_blocks, bool)  # whether an unroll of its rows has come
+        self._known = np.zeros(
+            layout.storage_blocks, bool
+        )  # whether an unroll of its rows has come
         self._number = np.full(layout.capacity, -1, np.int64)  # at each place
         self._blocks = np.zeros((layout.capacity, rule.blocks_held), np.int64)
 

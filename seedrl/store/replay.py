@@ -46,6 +46,11 @@ class ReplayLayout:
     num_slots: int
     ring: bool
     keyed: bool = False  # whether the learner says what each block is worth
+    pool_blocks: int = 0  # blocks of the storage, where others share it
+
+    @property
+    def storage_blocks(self) -> int:
+        return self.pool_blocks or self.num_blocks
 
     @property
     def width(self) -> int:
@@ -65,7 +70,7 @@ class ReplayLayout:
     @property
     def nbytes(self) -> int:
         columns = 3 if self.keyed else 1
-        return 8 * (4 * _LINE + self.capacity * self.width + columns * self.num_blocks)
+        return 8 * (4 * _LINE + self.capacity * self.width + columns * self.storage_blocks)
 
 
 class Control:
@@ -79,7 +84,7 @@ class Control:
         self.items = words[at : at + layout.capacity * layout.width].reshape(
             layout.capacity, layout.width
         )
-        columns = words[at + layout.capacity * layout.width :].reshape(-1, layout.num_blocks)
+        columns = words[at + layout.capacity * layout.width :].reshape(-1, layout.storage_blocks)
         self.blocks = columns[0]
         if layout.keyed:
             self.keys, self.key_generations = columns[1].view(np.float64), columns[2]
@@ -93,14 +98,18 @@ class Control:
 
 
 class ReplayWriter:
-    """The engine's side: append rows, end runs, know when there is no room."""
+    """The engine's side: append rows, end runs, know when there is no room.
+
+    Args: blocks: those of the storage that are this writer's; None: all.
+    """
 
     def __init__(
-        self, storage: BlockStorage, layout: ReplayLayout, memory: mmap.mmap, learner_bell: int
-    ) -> None:
+        self, storage: BlockStorage, layout: ReplayLayout, memory: mmap.mmap, learner_bell: int,
+        blocks: list[int] | None = None,
+    ) -> None:  # fmt: skip
         self._control, self._layout, self._bell = Control(layout, memory), layout, learner_bell
         self._storage = storage
-        self._appender = Appender(storage, layout.num_slots, layout.rule)
+        self._appender = Appender(storage, layout.num_slots, layout.rule, blocks)
         self.unrolls = 0
 
     def adopt(self) -> None:
@@ -183,6 +192,9 @@ class ReplayReader:
         self._gather = gather
         self._version = storage.rows["version"]
         self.waited_ns = 0
+        self.blocks: list[int] | None = (
+            None  # those of the storage that are this reader's; None: all
+        )
         self.blocked_by: dict[str, int] = {}  # nanoseconds that `sample` waited, by reason
         # the one place where `sample` may be left by an exception: nothing is half moved there
         self.wait: Callable[[int, float | None], bool] = doorbell.wait

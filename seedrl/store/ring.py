@@ -38,10 +38,10 @@ _TRIES = 100  # of a batch, before the learner waits for new unrolls
 class RingWriter(ReplayWriter):
     """Room is made by the oldest rows; the ratio of draws to inserts may hold back."""
 
-    def __init__(self, *arguments: Any, limiter: Limiter, remover: Remover | None = None) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, limiter: Limiter, remover: Remover | None = None, **keywords: Any) -> None:  # fmt: skip
+        super().__init__(*arguments, **keywords)
         self._limiter = limiter
-        self._remover = remover or Oldest(self._layout.num_blocks)
+        self._remover = remover or Oldest(self._layout.storage_blocks)
         self._remover.control = self._control
 
     def held_back(self, slots: np.ndarray) -> str | None:
