@@ -216,9 +216,21 @@ class Replay(Section):
         "others at least 16.")
     device: str | None = Field(None, pattern=_DEVICE, description=
         "Where rows lie: engine.device, or cpu where a GPU's memory is too small. null: engine.device, as rows are born there.")
+    host_gib: float = Field(0.0, ge=0, le=1e6, description=
+        "GiB of the host's memory for rows that have left replay.device; not with queue. 0: none. What is there is drawn as well, and fetched while the "
+        "learner works on the batch before.")
+    file_gib: float = Field(0.0, ge=0, le=1e6, description=
+        "GiB of a file for rows that have left host_gib, in the run directory; it has no name and goes with the run. 0: none.")
+    compress: bool = Field(False, description=
+        "Whether rows of these two are compressed by LZ4, leaf by leaf, where a trial makes them 1.3 times smaller. false, as it needs seedrl[lz4]; true for frames.")
     max_lag: int | None = Field(None, ge=1, le=1_000_000, description=
         "Nothing is learnt from more updates late than this: with queue acting stops in time, with the others older unrolls are dropped. "
         "null: unbounded, as V-trace corrects for lag; 1 when run.deterministic, with queue.")
+
+    @property
+    def bytes_behind(self) -> tuple[int, int]:
+        """Of the host's memory, and of a file."""
+        return int(self.host_gib * (1 << 30)), int(self.file_gib * (1 << 30))
 
     @property
     def max_uses_or_default(self) -> int | None:
@@ -553,12 +565,24 @@ def replay_contradictions(
             if getattr(replay, name) is not None:
                 what = f"{name} is of rows that are kept; queue has each once"
                 yield (f"replay.{name}", "replay.mode"), what, "set replay.mode to uniform, prioritized or recent, or leave it out"  # fmt: skip
+        for name in ("host_gib", "file_gib"):
+            if getattr(replay, name):
+                yield (
+                    (f"replay.{name}", "replay.mode"),
+                    "queue keeps no rows that could leave the device",
+                    "set replay.mode to uniform, prioritized or recent, or leave it out",
+                )
         if replay.remover != "oldest":
             what = f"queue gives its rows to the learner, and has none for {replay.remover} to choose from"
             yield ("replay.remover", "replay.mode"), what, "set replay.mode to uniform, prioritized or recent, or leave it out"  # fmt: skip
     elif replay.capacity is None:
         what = f"{replay.mode} keeps as many rows as there is room for, and nobody said how many"
         yield ("replay.capacity", "replay.mode"), what, "set replay.capacity, in rows"
+    if replay.remover != "oldest" and any(replay.bytes_behind):
+        what = f"rows behind the device go in the order in which they came, not by {replay.remover}"
+        yield ("replay.remover", "replay.host_gib", "replay.file_gib"), what, "set replay.remover to oldest, or host_gib and file_gib to 0"  # fmt: skip
+    if replay.compress and not any(replay.bytes_behind):
+        yield ("replay.compress",), "there is nothing to compress: rows on the device are as they are", "set replay.host_gib or replay.file_gib, or leave it out"  # fmt: skip
     if replay.remover == "lowest_priority" and replay.mode != "prioritized":
         what = f"lowest_priority goes by priorities, which {replay.mode} has none of"
         yield ("replay.remover", "replay.mode"), what, "set replay.mode to prioritized, or replay.remover to oldest"  # fmt: skip

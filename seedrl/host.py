@@ -15,6 +15,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -110,6 +111,11 @@ def set_slice_us(slice_us: int) -> bool:
         0,
     )
     return ctypes.CDLL(None).syscall(_SYS_SCHED_SETATTR, 0, attributes, 0) == 0
+
+
+def lower_priority(nice: int = 5) -> None:
+    """Lets others go before this thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def set_child_subreaper() -> None:

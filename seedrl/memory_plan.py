@@ -19,6 +19,7 @@ def rows_of(config: Config, spec: EnvSpec, num_slots: int) -> tuple[list[tuple[s
     from seedrl.policy.agent import make_agent, stored_extras
     from seedrl.store.plan import StorePlan
     from seedrl.store.state import leaves
+    from seedrl.store.tiers import rows_behind
     from seedrl.store.weights import WeightsLayout
     from seedrl.transport.slab import SlabLayout
 
@@ -37,6 +38,10 @@ def rows_of(config: Config, spec: EnvSpec, num_slots: int) -> tuple[list[tuple[s
         found.append((f"replay {leaf.name}", f"{blocks} blocks x {rule.block_length} rows x {leaf.row_bytes} B", count * leaf.row_bytes))  # fmt: skip
     for leaf in plan.blocks.states:
         found.append((f"replay {leaf.name}", f"{blocks} blocks x {rule.states_per_block} x {leaf.row_bytes} B", blocks * rule.states_per_block * leaf.row_bytes))  # fmt: skip
+    for name, nbytes in zip(("host's memory behind", "file behind"), config.replay.bytes_behind, strict=True):  # fmt: skip
+        if nbytes:
+            fit = rows_behind(plan.blocks, nbytes, config.replay.compress)
+            found.append((f"replay, {name}", f"at most {fit:,} rows", nbytes))
     found.append(("replay announcements", f"8 B x ({plan.control.capacity} unrolls x {plan.control.width} + {blocks})", plan.control.nbytes))  # fmt: skip
     held = f"{num_slots} slots x {rule.blocks_held} blocks are those of the unrolls that are being filled"
     text = (

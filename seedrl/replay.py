@@ -32,6 +32,7 @@ from seedrl.store.blocks import BlockStorage, RowSpecs, torch_dtype
 from seedrl.store.kept import KeptRows
 from seedrl.store.memory import require_room
 from seedrl.store.plan import StorePlan
+from seedrl.store.replay import ReplayReader
 from seedrl.store.ring import RingReader
 from seedrl.store.state import State, leaves
 from seedrl.transport import doorbell
@@ -105,10 +106,10 @@ class ReplayStore:
         self._storage = _memory(self.plan, self.device) if pool is None else pool.storage
         control = mmap.mmap(-1, self.plan.control.nbytes)
         bell, engine_bell = doorbell.make(), doorbell.make()
-        weakref.finalize(self, _close, bell, engine_bell)
         self._writer = self.plan.writer(self._storage, control, bell, self.blocks)
         self._reader = self.plan.reader(self._storage, control, bell, engine_bell, state)
         self._reader.blocks = self.blocks
+        weakref.finalize(self, _close, self._reader, bell, engine_bell)
         self._every = np.arange(num_slots)
         self._obs = [leaf.name for leaf in self.spec.observation]
         self._actions = [leaf.name for leaf in self.spec.action]
@@ -252,7 +253,8 @@ def _memory(plan: StorePlan, device: torch.device) -> BlockStorage:
     return BlockStorage(plan.blocks, memory)
 
 
-def _close(*fds: int) -> None:
+def _close(reader: ReplayReader, *fds: int) -> None:
+    reader.close()
     for fd in fds:
         os.close(fd)
 

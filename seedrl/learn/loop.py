@@ -396,11 +396,12 @@ class Learner:
 
 def open_store(
     config: Config, spec: EnvSpec, policy: Policy, num_slots: int, ready: Mapping[str, Any], fds: Sequence[int], bell: int,
-    engine_bell: int,
+    engine_bell: int, run_dir: Path | None = None,
 ) -> tuple[ReplayReader, Publisher]:  # fmt: skip
     """The learner's ends of what it shares with the engine: rows to read, weights to publish.
 
-    Args: ready: `replay_handle` and `replay_device`, as the engine said. fds: of the control, the weights and, on the CPU, the rows.
+    Args: ready: `replay_handle` and `replay_device`, as the engine said. fds: of the control, the weights and, on the CPU, the rows. run_dir: for what
+        the store keeps in a file.
     """
     control_fd, weights_fd, *replay_fd = fds
     like = policy.initial_state(1)
@@ -411,7 +412,7 @@ def open_store(
     memory = open_shared(torch.device(ready["replay_device"]), plan.blocks.nbytes, shared)
     control = host.map_shared(control_fd, plan.control.nbytes)
     storage = BlockStorage(plan.blocks, memory)
-    reader = plan.reader(storage, control, bell, engine_bell, like)
+    reader = plan.reader(storage, control, bell, engine_bell, like, run_dir)
     weights = WeightsLayout.of(policy)
     return reader, Publisher(host.map_shared(weights_fd, weights.nbytes), weights)
 
@@ -425,13 +426,12 @@ def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
     device = require_device(config.learner.device, "learner.device")
     policy, heads = make_agent(config, spec, start["num_slots"])
     policy = policy.to(device)
+    run_dir = Path(start["run_dir"])
     reader, publisher = open_store(
-        config, spec, policy, start["num_slots"], start, store_fds, bell, engine_bell
+        config, spec, policy, start["num_slots"], start, store_fds, bell, engine_bell, run_dir
     )
     board = Board(host.map_shared(board_fd, Board.nbytes(len(spec.stats))), len(spec.stats))
-    learner = Learner(
-        config, spec, policy, heads, reader, publisher, board, Path(start["run_dir"]), channel
-    )
+    learner = Learner(config, spec, policy, heads, reader, publisher, board, run_dir, channel)
     if start.get("resume"):
         checkpoint = load_checkpoint(Path(start["resume"]))
         learner.resume(checkpoint)

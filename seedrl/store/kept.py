@@ -83,7 +83,7 @@ class KeptRows:
         reader = self._reader
         tail, seen = reader.bounds()
         entries = reader._entries(np.arange(tail, seen))
-        needed = self._reach(entries.rows[reader._whole(entries)])
+        needed = self._reach(entries.rows[reader._on_device(entries)])
         control = reader._control
         index = {
             "bounds": np.array([tail, seen]), "counters": control.learner[list(_COUNTERS)].copy(),
@@ -176,7 +176,7 @@ class KeptRows:
             seen  # the engine has not begun: `RingWriter.adopt` goes on from here
         )
         reader.load_state(index, tail, seen)
-        return int(np.count_nonzero(reader._whole(reader._entries(numbers))))
+        return int(np.count_nonzero(reader._on_device(reader._entries(numbers))))
 
     def _compare(self, there: dict[str, Any], path: Path) -> None:
         here = json.loads(json.dumps(self._about()))

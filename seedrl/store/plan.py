@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,10 +19,12 @@ from seedrl.store.initial import ActingPriorities
 from seedrl.store.limiter import Limiter
 from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
 from seedrl.store.removers import LowestPriority, Oldest, OldestVersion, Remover
-from seedrl.store.replay import ReplayLayout, ReplayReader, ReplayWriter
+from seedrl.store.replay import Control, ReplayLayout, ReplayReader, ReplayWriter
 from seedrl.store.ring import RingReader, RingWriter
 from seedrl.store.selectors import Prioritized, Recent, Schedule, Selector, Uniform
 from seedrl.store.state import State
+from seedrl.store.tiered import TieredReader
+from seedrl.store.tiers import Tiers, rows_behind
 
 _QUEUED_BATCHES = 2  # by default: one that is learnt from, one that fills; more would only be older
 _SHORT_BLOCK = 16  # rows; shorter blocks cost more than they save, unless unrolls are as short
@@ -37,6 +41,7 @@ class StorePlan:
     seed: int
     max_lag: int | None
     iterations: bool
+    batch_size: int
     acting: Config | None = None  # of whose values new unrolls get their priorities
 
     @staticmethod
@@ -69,11 +74,12 @@ class StorePlan:
             num_blocks = _ring_blocks(replay, rule, num_slots)
         else:
             num_blocks = _queue_blocks(replay, learner.batch_size, rule, num_slots)
+        layout = BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule, extras)
+        behind = rows_behind(layout, sum(replay.bytes_behind), replay.compress)
         return StorePlan(
-            BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule, extras),
-            ReplayLayout(rule, num_blocks, num_slots, ring, replay.remover == "lowest_priority"),
+            layout, ReplayLayout(rule, num_blocks, num_slots, ring, replay.remover == "lowest_priority", behind),
             _limiter(replay, learner.batch_size, rule.stride, num_slots),
-            replay, seed, replay.max_lag, False,
+            replay, seed, replay.max_lag, False, learner.batch_size,
         )  # fmt: skip
 
     @property
@@ -112,18 +118,31 @@ class StorePlan:
         bell: int,
         engine_bell: int,
         state_like: State,
+        folder: Path | None = None,
     ) -> ReplayReader:
-        """The learner's end."""
+        """The learner's end. Args: folder: for the file of rows behind; None: that of temporary files."""
         gather = Gather(storage, state_like, self.replay.cross_episodes)
         ends = (storage, self.control, memory, bell, engine_bell, gather)
         if self.control.ring:
             initial = None if self.acting is None else ActingPriorities(storage, self.acting)
-            return RingReader(
+            kind: Any = RingReader
+            more: dict[str, Any] = {}
+            if any(self.replay.bytes_behind):
+                kind, more["tiers"] = TieredReader, self._tiers(storage, memory, state_like, folder)
+            return kind(  # type: ignore[no-any-return]
                 *ends, self.max_lag, selector=self._selector(), limiter=self.limiter, max_uses=self.replay.max_uses_or_default,
-                initial=initial,
+                initial=initial, **more,
             )  # fmt: skip
         # an iteration's first rows are the bootstrap rows of the one before
         return QueueReader(*ends, 1 if self.iterations else self.max_lag)
+
+    def _tiers(
+        self, storage: BlockStorage, memory: mmap.mmap, state_like: State, folder: Path | None
+    ) -> Tiers:
+        return Tiers(
+            storage, Control(self.control, memory), *self.replay.bytes_behind, compresses=self.replay.compress, folder=folder,
+            batch_size=self.batch_size, state_like=state_like, cross_episodes=self.replay.cross_episodes,
+        )  # fmt: skip
 
     def _remover(self, storage: BlockStorage) -> Remover:
         blocks = self.control.storage_blocks

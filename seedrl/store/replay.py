@@ -46,6 +46,7 @@ class ReplayLayout:
     num_slots: int
     ring: bool
     keyed: bool = False  # whether the learner says what each block is worth
+    rows_behind: int = 0  # that may be kept behind the device
     pool_blocks: int = 0  # blocks of the storage, where others share it
 
     @property
@@ -64,7 +65,7 @@ class ReplayLayout:
         if not self.ring:
             return 2 * self.num_blocks + self.num_slots * (self.rule.blocks_held + 2)
         rows, rule = self.num_blocks * self.rule.block_length, self.rule
-        rows *= _KEPT_LONGER if self.keyed else 1
+        rows = rows * (_KEPT_LONGER if self.keyed else 1) + self.rows_behind
         return rows // rule.stride + self.num_slots * (rule.burn_in // rule.stride + 4)
 
     @property
@@ -242,6 +243,9 @@ class ReplayReader:
 
     def update_priorities(self, items: np.ndarray, priorities: np.ndarray) -> None:
         """Gives drawn items int64 [B] new priorities float [B], where the mode has any."""
+
+    def close(self) -> None:
+        """Ends what runs beside."""
 
     def set_progress(self, share: float) -> None:
         """How much of the run is over, from 0 to 1: what schedules go by."""

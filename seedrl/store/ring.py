@@ -88,7 +88,7 @@ class RingWriter(ReplayWriter):
         return dropped
 
 
-class _Entries(NamedTuple):
+class Entries(NamedTuple):
     """What was announced of some unrolls."""
 
     numbers: np.ndarray  # int64 [n]
@@ -97,6 +97,14 @@ class _Entries(NamedTuple):
     slots: np.ndarray
     blocks: np.ndarray  # int64 [n, k]
     generations: np.ndarray  # int64 [n, k]
+
+
+class Part(NamedTuple):
+    """Some of the unrolls that were asked for: at which positions, int64 [n], and whether each is whole, bool [n]."""
+
+    batch: Batch
+    positions: np.ndarray
+    whole: np.ndarray
 
 
 class RingReader(ReplayReader):
@@ -139,24 +147,26 @@ class RingReader(ReplayReader):
                 break
             if not entries.numbers.size:
                 continue
-            batch = self._gather(entries.rows, entries.state_at, entries.slots, entries.numbers)
-            whole = self._whole(entries)
-            if not whole.all():
-                self.redrawn += int(np.count_nonzero(~whole))
-                kept = np.flatnonzero(whole)
-                batch = batch.columns(torch.from_numpy(kept).to(batch.reward.device))
-                weight = None if weight is None else weight[kept]
-            self._use(batch.items)
-            pieces.append(batch)
-            if weight is not None:
-                weights.append(weight)
-            lacking -= len(batch.items)
+            for batch, positions, whole in self._read(entries):
+                if not whole.all():
+                    self.redrawn += int(np.count_nonzero(~whole))
+                    kept = np.flatnonzero(whole)
+                    batch = batch.columns(torch.from_numpy(kept).to(batch.reward.device))
+                    positions = positions[kept]
+                pieces.append(batch)
+                if weight is not None:
+                    weights.append(weight[positions])
+                lacking -= len(batch.items)
             if not lacking:
                 return self._counted(joined(pieces), weights), None
         for piece in pieces:
             self._unuse(piece.items)
         self.skip()  # whatever the ratio owes, there is nothing to draw it from: acting must go on
         return None, "empty" if self._max_lag is None else "staleness"
+
+    def _read(self, entries: Entries) -> list[Part]:
+        batch = self._gather(entries.rows, entries.state_at, entries.slots, entries.numbers)
+        return [Part(batch, np.arange(entries.numbers.size), self._on_device(entries))]
 
     def _held_by(self, batch_size: int) -> str | None:
         learner = self._control.learner
@@ -169,7 +179,7 @@ class RingReader(ReplayReader):
             return "staleness" if learner[STALE_ROWS] else "empty"
         return None
 
-    def _usable(self, count: int) -> tuple[_Entries | None, np.ndarray | None]:
+    def _usable(self, count: int) -> tuple[Entries | None, np.ndarray | None]:
         """Up to `count` unrolls that are whole now, and their weights; no entries when nothing is left to draw."""
         numbers, weights = self.selector.draw(count, self._tail, self._seen)
         if not numbers.size:
@@ -179,10 +189,12 @@ class RingReader(ReplayReader):
         good = there.copy()
         if self._max_uses is not None:
             good[there] = self._within_uses(numbers[there])
-        if good.all():
-            return entries, weights
-        self.selector.remove(numbers[~there | self._used_up(numbers)])
-        return _Entries(*(part[good] for part in entries)), None if weights is None else weights[good]  # fmt: skip
+        if not good.all():
+            self.selector.remove(numbers[~there | self._used_up(numbers)])
+            entries = Entries(*(part[good] for part in entries))
+            weights = None if weights is None else weights[good]
+        self._use(entries.numbers)
+        return entries, weights
 
     def _within_uses(self, numbers: np.ndarray) -> np.ndarray:
         """Which of `numbers`, drawn together, are still within their uses: one that stands there twice is drawn twice."""
@@ -224,14 +236,18 @@ class RingReader(ReplayReader):
 
     # ---------------------------------------------------------------------------------------------------- what is left
 
-    def _entries(self, numbers: np.ndarray) -> _Entries:
+    def _entries(self, numbers: np.ndarray) -> Entries:
         control, places = self._control, numbers % self._layout.capacity
         more = control.more[places]
         half = more.shape[1] // 2
-        return _Entries(numbers, control.index[places], control.state_at[places], control.slot[places], more[:, :half], more[:, half:])  # fmt: skip
+        return Entries(numbers, control.index[places], control.state_at[places], control.slot[places], more[:, :half], more[:, half:])  # fmt: skip
 
-    def _whole(self, entries: _Entries) -> np.ndarray:
-        """Of which nothing was overwritten, neither rows nor announcement: bool [n]."""
+    def _whole(self, entries: Entries) -> np.ndarray:
+        """Which may be drawn, as nothing of them is gone, neither rows nor announcement: bool [n]."""
+        return self._on_device(entries)
+
+    def _on_device(self, entries: Entries) -> np.ndarray:
+        """Of which nothing was overwritten there: bool [n]."""
         same: np.ndarray = (self._control.blocks[entries.blocks] == entries.generations).all(1)
         return same & (entries.numbers >= self._oldest())
 
@@ -277,10 +293,7 @@ class RingReader(ReplayReader):
             initial = None if self._initial is None else self._initial(self._control.index[places])
             self.selector.insert(numbers, initial)
             self._seen = head
-            if self._keys is not None:
-                half = self._layout.rule.blocks_held
-                more = self._control.more[places]
-                self._keys.admit(numbers, more[:, :half], more[:, half:])
+            self._admitted(numbers)
         if self._tail < self._seen and not self._tail_is_gone():
             return
         looked_at = _FEW
@@ -300,6 +313,11 @@ class RingReader(ReplayReader):
                     part[leading] for part in self._entries(numbers)[4:]
                 )
                 break
+
+    def _admitted(self, numbers: np.ndarray) -> None:
+        if self._keys is not None:
+            entries = self._entries(numbers)
+            self._keys.admit(entries.numbers, entries.blocks, entries.generations)
 
     def _tail_is_gone(self) -> bool:
         """Whether the oldest unroll, which stood at the last look, is gone: mostly it isn't, and no other needs a look."""
@@ -376,8 +394,7 @@ class RingReader(ReplayReader):
         self._tail_generations = np.full_like(self._tail_generations, -1)
         if self._keys is not None:
             self._keys.overwritten()
-            entries = self._entries(np.arange(tail, seen))
-            self._keys.admit(entries.numbers, entries.blocks, entries.generations)
+        self._admitted(np.arange(tail, seen))
 
     @property
     def kept(self) -> int:

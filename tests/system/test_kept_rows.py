@@ -18,15 +18,17 @@ ROWS = int(os.environ.get("SEEDRL_TRUTH_ROWS", "30000"))
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 3, 7, 20, 33], [500]], ids=["one step", "mixed", "longer than the store"])  # fmt: skip
-@pytest.mark.parametrize("mode", ["uniform", "prioritized", "recent"])
+@pytest.mark.parametrize("mode", ["uniform", "prioritized", "recent", "behind"])
 def test_every_draw_is_whole_while_workers_die_and_rows_are_overwritten(
     mode: str, lengths: list[int], tmp_path: Path
 ) -> None:
     (tmp_path / "ids").mkdir()
     env = {"id": "system_envs:Echo", "kwargs": {"folder": str(tmp_path / "ids"), "lengths": lengths}}  # fmt: skip
+    behind = {"host_gib": 2e-4, "file_gib": 2e-4, "compress": True} if mode == "behind" else {}
+    mode = "uniform" if behind else mode
     config = config_of(
         env, "answer", {"num": 2, "envs_per_worker": 8, "groups": 2}, algorithm={"name": "an:own"},
-        replay={"mode": mode, "capacity": 256, "block_length": 5}, learner={"unroll_length": 8, "stride": 3, "batch_size": 8},
+        replay={"mode": mode, "capacity": 256, "block_length": 5, **behind}, learner={"unroll_length": 8, "stride": 3, "batch_size": 8},
     )  # fmt: skip
     rng, drawn, killed = np.random.default_rng(0), 0, False
     with Harness(config, tmp_path, num_slots=16) as run:
