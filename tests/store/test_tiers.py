@@ -218,6 +218,7 @@ def test_a_restart_keeps_what_was_on_the_device_and_goes_on(tmp_path: Path) -> N
     stores[0].save(tmp_path)
     found = stores[1].restore(tmp_path)
     assert 200 // 4 <= found <= 200 // 4 + 2 * 8
+    settle(stores[1])
     for begin in range(1000, 2000, 50):
         play(stores[1], begin, begin + 50)
         settle(stores[1])
