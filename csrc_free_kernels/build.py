@@ -49,16 +49,17 @@ class ArgumentError(ShapeError, ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """`name`.cu, with constants that its module defines."""
+    """`name`.cu, with constants that its module defines and headers (`<header>.cuh`) that are put before it."""
 
     name: str
     defines: tuple[tuple[str, str], ...] = ()
+    headers: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """What is compiled: the prelude, then the file; lines are those of the file."""
-        path = _HERE / f"{self.name}.cu"
-        return f'{(_HERE / "prelude.cuh").read_text()}#line 1 "{path.name}"\n{path.read_text()}'
+        """What is compiled: the prelude and the headers, then the file; lines are those of the files."""
+        names = [*(f"{header}.cuh" for header in ("prelude", *self.headers)), f"{self.name}.cu"]
+        return "".join(f'#line 1 "{name}"\n{(_HERE / name).read_text()}' for name in names)
 
     def options(self, arch: str) -> tuple[str, ...]:
         given = tuple(f"-D{name}={value}" for name, value in self.defines)

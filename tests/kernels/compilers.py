@@ -98,7 +98,7 @@ def host_library(source: build.Source, folder: Path, flags: Sequence[str]) -> Pa
     defines = [f"-D{name}={value}" for name, value in source.defines]
     subprocess.run(
         [
-            "g++", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", *WARNINGS, *flags, *defines,
+            "g++", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS, *flags, *defines,
             f"-I{HERE}", str(code), "-o", str(library),
         ],
         check=True, timeout=120,

@@ -12,6 +12,10 @@ from pathlib import Path
 import torch
 
 from csrc_free_kernels import build, q_targets, returns
+from csrc_free_kernels.append import launch_append_rows
+from csrc_free_kernels.ingest import launch_ingest_rows
+from csrc_free_kernels.state import launch_gather_state, launch_scatter_state
+from csrc_free_kernels.unroll import launch_gather_frames, launch_gather_rows
 from tests.kernels.compilers import HostBackend
 
 FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -25,6 +29,33 @@ def exercise_returns(rows: int, columns: int) -> None:
     returns.launch_vtrace(log_probs, log_probs, values, rewards, values, torch.zeros(columns))
     returns.launch_gae_rows(rewards, values, terminated, first, 0.9, 0.95)
     q_targets.launch_n_step(rewards, values, terminated, first, 0.9, 3)
+
+
+def exercise_rows(slots: int, columns: int) -> None:
+    """Leaves of rows of 1, 3, 4, 16 and 20 bytes; slots and rows at both edges and beyond."""
+
+    def leaves(*lead: int) -> list[torch.Tensor]:
+        small = [torch.zeros(*lead, size, dtype=torch.uint8) for size in (1, 3, 0)]
+        return [*small, *(torch.zeros(*lead, size) for size in (1, 4, 5))]
+
+    length, blocks = 3, slots + 1
+    some = (torch.arange(columns) - 1) % (slots + 3) - 1
+    first = torch.rand(columns) < 0.3
+    block, offset = torch.arange(slots), torch.full((slots,), length - 1)
+    block[:1] = -1
+    launch_gather_state(leaves(slots), leaves(1), some, first, leaves(columns))
+    launch_scatter_state(leaves(slots), some, leaves(columns))
+    launch_append_rows(leaves(blocks * length), leaves(columns), some, block, offset, length)
+    launch_append_rows(leaves(1), leaves(columns), some, block + 2**40, offset, length)
+    launch_ingest_rows(leaves(slots), leaves(columns), leaves(blocks * length), some, block, offset, length)  # fmt: skip
+    launch_ingest_rows(leaves(slots), leaves(columns), (), some, block, offset, length)
+    rows = torch.arange(2 * columns).view(2, columns) % (slots + 2) - 1
+    launch_gather_rows(leaves(slots), rows, leaves(2, columns))
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+        for size in (7, 8):
+            frames = torch.zeros(slots, size, dtype=torch.uint8)
+            into = torch.zeros(1, columns, 3, size, dtype=dtype)
+            launch_gather_frames(frames, rows, rows < 1, into)
 
 
 def one_column_too_many() -> None:
@@ -44,4 +75,5 @@ if __name__ == "__main__":
         one_column_too_many()
     for rows, columns in ((1, 3), (2, 1), (7, 257), (5, 0)):
         exercise_returns(rows, columns)
+        exercise_rows(rows, columns)
     print(*sorted(set(backend.launched)))
