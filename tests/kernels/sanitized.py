@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
-from csrc_free_kernels import build, q_targets, returns
+from csrc_free_kernels import build, priority, q_targets, returns
 from csrc_free_kernels.append import launch_append_rows
 from csrc_free_kernels.ingest import launch_ingest_rows
+from csrc_free_kernels.philox import launch_random_words
+from csrc_free_kernels.sample import launch_sample_discrete
 from csrc_free_kernels.state import launch_gather_state, launch_scatter_state
 from csrc_free_kernels.unroll import launch_gather_frames, launch_gather_rows
 from tests.kernels.compilers import HostBackend
@@ -58,6 +60,21 @@ def exercise_rows(slots: int, columns: int) -> None:
             launch_gather_frames(frames, rows, rows < 1, into)
 
 
+def exercise_draws(rows: int, columns: int) -> None:
+    launch_random_words(torch.zeros(columns, 4, dtype=torch.int64), 2**64 - 1)
+    slots, step = torch.arange(columns), torch.tensor([-1])
+    for branches in ((1,), (2, 3), (5,) * 3):
+        logits = torch.randn(columns, sum(branches))
+        mask = (logits < 1).to(torch.uint8)
+        launch_sample_discrete(logits, mask, branches, 3, slots, step, slots % 2 == 0)
+        launch_sample_discrete(logits, None, branches, 3, slots, step)
+    for capacity in (rows, priority.CHUNK * rows, priority.CHUNK * rows + 1):
+        tree = priority.empty(capacity, slots.device)
+        places = torch.tensor([-1, 0, 0, capacity - 1, capacity])
+        priority.launch_set_priorities(*tree, places, torch.rand(5))
+        priority.launch_draw_places(*tree, 3, 1, step, 5, 0.5)
+
+
 def one_column_too_many() -> None:
     rewards, values = torch.zeros(2, 257), torch.zeros(2, 257)
     flags = torch.zeros(2, 257, dtype=torch.bool)
@@ -71,9 +88,11 @@ def one_column_too_many() -> None:
 if __name__ == "__main__":
     backend = HostBackend(Path(sys.argv[1]), FLAGS)
     build.backend = lambda: backend
+    priority.THREADS = 3  # on the CPU a block's threads are real ones
     if len(sys.argv) > 2:
         one_column_too_many()
     for rows, columns in ((1, 3), (2, 1), (7, 257), (5, 0)):
         exercise_returns(rows, columns)
         exercise_rows(rows, columns)
+        exercise_draws(rows, columns)
     print(*sorted(set(backend.launched)))
