@@ -5,15 +5,14 @@
 struct Sums {
     double *nodes;
 
-    // All threads. `width` leaves, a power of two, of which `load` gives those below `count`; the others are 0.
+    // All threads, none of which still reads the tree of before; thread 0, which adds the last two nodes, may read at once.
+    // `width` leaves, a power of two, of which `load` gives those below `count`; the others are 0.
     template <typename Load> __device__ __forceinline__ void build(i64 width, i64 count, Load load) {
-        __syncthreads();  // whoever still reads the tree of before
         for (i64 i = threadIdx.x; i < width; i += blockDim.x) nodes[width + i] = i < count ? (double)load[i] : 0.0;
         for (i64 level = width / 2; level >= 1; level /= 2) {
             __syncthreads();
             for (i64 i = level + threadIdx.x; i < 2 * level; i += blockDim.x) nodes[i] = nodes[2 * i] + nodes[2 * i + 1];
         }
-        __syncthreads();
     }
 
     // One thread: the leaf in which `left` of the sum falls; `left` becomes what of it is the leaf's own.

@@ -37,6 +37,11 @@ __device__ __forceinline__ float gumbel(u32 word) {
     return -plain_log(-plain_log(uniform));
 }
 
+// a thread's array lies in registers only where every index is a constant
+__device__ __forceinline__ u32 word_of(const Words &drawn, u32 k) {
+    return k < 2 ? (k == 0 ? drawn.word[0] : drawn.word[1]) : (k == 2 ? drawn.word[2] : drawn.word[3]);
+}
+
 extern "C" __global__ void sample_discrete(const float *logits, const u8 *mask, Branches branches, u64 key,
                                            const i64 *slots, const i64 *step, const u8 *greedy, i64 rows, i64 width,
                                            i64 *actions, float *log_probs, float *entropies) {
@@ -66,7 +71,7 @@ extern "C" __global__ void sample_discrete(const float *logits, const u8 *mask, 
                     four = j >> 2;
                     drawn = philox(Words{{(u32)slots[b], (u32)four, (u32)*step, (u32)((u64)*step >> 32)}}, key);
                 }
-                score = logit + gumbel(drawn.word[j & 3]);
+                score = logit + gumbel(word_of(drawn, (u32)j & 3));
             }
             if (j == begin || score > best_score) {
                 best = j;

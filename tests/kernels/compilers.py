@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -90,20 +91,28 @@ class Nvrtc:
 
 
 def host_library(source: build.Source, folder: Path, flags: Sequence[str]) -> Path:
-    """`source` as a shared library of the host, with a function `run_<kernel>(grid, threads, arguments)` for each kernel."""
+    """`source` as a shared library of the host."""
+    library = folder / f"{source.name}.so"
+    compile_on_host(source, source.text, library, ("-shared", "-fPIC", *flags))
+    return library
+
+
+def compile_on_host(
+    source: build.Source, text: str, into: Path, flags: Sequence[str], main: str = ""
+) -> None:
+    """`text` by g++ behind shim.h, with a function `run_<kernel>(grid, threads, arguments)` for each kernel."""
     runs = "".join(f"SHIM_KERNEL({kernel})\n" for kernel in kernels_in(source))
-    code, library = folder / f"{source.name}.cpp", folder / f"{source.name}.so"
+    code = into.with_suffix(".cpp")
     threads = "#define SHIM_THREADS\n" if "__syncthreads" in source.text else ""
-    code.write_text(f'{threads}#include "shim.h"\n{source.text}{runs}')
+    code.write_text(f'{threads}#include "shim.h"\n{text}{runs}{main}')
     defines = [f"-D{name}={value}" for name, value in source.defines]
     subprocess.run(
         [
-            "g++", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS, *flags, *defines,
-            f"-I{HERE}", str(code), "-o", str(library),
+            "g++", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS, *flags, *defines, f"-I{HERE}",
+            str(code), "-o", str(into),
         ],
-        check=True, timeout=120,
+        check=True, timeout=120, env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
     )  # fmt: skip
-    return library
 
 
 class HostBackend:
@@ -114,14 +123,17 @@ class HostBackend:
         self._libraries: dict[build.Source, ctypes.CDLL] = {}
         self.launched: list[str] = []
 
+    def library(self, source: build.Source) -> ctypes.CDLL:
+        if source not in self._libraries:
+            path = host_library(source, self._folder, self._flags)
+            self._libraries[source] = ctypes.CDLL(str(path))
+        return self._libraries[source]
+
     def launch(
         self, source: build.Source, kernel: str, device: torch.device, grid: tuple[int, int], threads: int,
         arguments: Sequence[Any],
     ) -> None:  # fmt: skip
-        library = self._libraries.get(source)
-        if library is None:
-            library = ctypes.CDLL(str(host_library(source, self._folder, self._flags)))
-            self._libraries[source] = library
+        library = self.library(source)
         assert grid[0] < 2**31 and grid[1] < 2**16 and threads <= 1024, "more than a GPU takes"
         size = (ctypes.c_uint * 2)(*grid)
         getattr(library, f"run_{kernel}")(size, ctypes.c_uint(threads), build.packed(arguments))

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from csrc_free_kernels import build, returns
+from csrc_free_kernels import build, priority, returns
 from csrc_free_kernels.build import BinaryCache, Source
 from seedrl.errors import ConfigError, RunError
-from tests.kernels.compilers import NAMES, Nvrtc, kernels_in, sources
+from tests.kernels.compilers import HERE, NAMES, Nvrtc, compile_on_host, kernels_in, sources
 
 ARCHITECTURES = ("compute_80", "compute_90", "compute_100")
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda", 0))  # all that the choice looks at
@@ -320,7 +320,8 @@ def test_the_driver_gets_addresses_stream_and_function(
 # memory
 
 
-def _sanitized(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """sanitized.py in a process of its own, as the address sanitizer has to be there from the start."""
     asked = ["g++", "-print-file-name=libasan.so"]
     library = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
@@ -328,18 +329,44 @@ def _sanitized(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         "LD_PRELOAD": str(Path(library).resolve()), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    script = Path(__file__).with_name("sanitized.py")
+    given = [sys.executable, str(HERE / "sanitized.py"), str(tmp_path_factory.mktemp("sanitized"))]
+    return subprocess.run(given, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_kernels_touch_no_memory_but_their_arguments(
+    sanitized: subprocess.CompletedProcess[str],
+) -> None:
+    ran = set(sanitized.stdout.split())
+    assert ran == {kernel for s in sources() for kernel in kernels_in(s)}, sanitized.stderr[-4000:]
+
+
+def test_the_sanitizer_sees_one_column_too_many(
+    sanitized: subprocess.CompletedProcess[str],
+) -> None:
+    assert sanitized.returncode != 0 and "heap-buffer-overflow" in sanitized.stderr
+    assert "gae_rows" in sanitized.stderr
+
+
+def _raced(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = folder / "races"
+    main = (HERE / "races.cpp").read_text()
+    compile_on_host(priority.SOURCE, text, program, ("-O1", "-g", "-fsanitize=thread"), main)
+    # a fixed layout of memory, without which the sanitizer of older compilers does not start
     return subprocess.run(
-        [sys.executable, str(script), str(folder), *words], env=environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        ["setarch", "-R", str(program)], capture_output=True, text=True, timeout=100
+    )
 
 
-def test_kernels_touch_no_memory_but_their_arguments(tmp_path: Path) -> None:
-    done = _sanitized(tmp_path)
+def test_threads_that_talk_do_not_race(tmp_path: Path) -> None:
+    done = _raced(priority.SOURCE.text, tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert set(done.stdout.split()) == {kernel for s in sources() for kernel in kernels_in(s)}
+    assert done.stdout == "2053 1\n"
 
 
-def test_the_sanitizer_sees_one_column_too_many(tmp_path: Path) -> None:
-    done = _sanitized(tmp_path, "one too many")
-    assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr
+def test_without_any_one_of_the_barriers_they_do(tmp_path: Path) -> None:
+    barrier = "__syncthreads();"
+    parts = priority.SOURCE.text.split(barrier)
+    assert len(parts) == 4
+    for i in range(1, len(parts)):
+        done = _raced(barrier.join(parts[:i]) + barrier.join(parts[i:]), tmp_path)
+        assert "data race" in done.stderr, f"barrier {i}"
