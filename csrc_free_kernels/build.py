@@ -272,7 +272,13 @@ class CupyBackend:
             major, minor = torch.cuda.get_device_capability(device)
             binary = self.binary(source, f"sm_{major}{minor}", BinaryCache(cache_folder()))
             torch.zeros(1, device=device)  # makes the device's context, into which modules load
-            module = self._modules[source, device] = self._driver.moduleLoadData(binary)
+            try:
+                module = self._modules[source, device] = self._driver.moduleLoadData(binary)
+            except Exception as error:
+                raise KernelError(
+                    what=f"the kernel {source.name}.cu, compiled for sm_{major}{minor}, cannot be loaded: {error}", where=str(device),
+                    do="update the NVIDIA driver, or set SEEDRL_KERNELS=off",
+                ) from error  # fmt: skip
         return module
 
     def binary(self, source: Source, arch: str, kept: BinaryCache) -> bytes:

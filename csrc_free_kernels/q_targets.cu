@@ -1,8 +1,9 @@
 // One thread an entry [t, b], forwards over up to n rows; neighbouring threads read neighbouring columns.
 
-extern "C" __global__ void n_step(const float *rewards, const float *bootstrap_q, const u8 *terminated,
-                                  const u8 *ended, double gamma, i64 n, i64 steps, i64 columns, float *targets,
-                                  i64 *steps_used) {
+extern "C" __global__ void n_step(const float *__restrict__ rewards, const float *__restrict__ bootstrap_q,
+                                  const u8 *__restrict__ terminated, const u8 *__restrict__ ended, double gamma,
+                                  i64 n, i64 steps, i64 columns, float *__restrict__ targets,
+                                  i64 *__restrict__ steps_used) {
     const i64 begin = global_thread();
     if (begin >= steps * columns) return;
     const i64 row = begin / columns, most = n < steps - row ? n : steps - row;

@@ -24,9 +24,11 @@ __device__ __forceinline__ Targets vtrace_step(float behaviour, float target, fl
     return Targets{value + *excess, advantage};
 }
 
-extern "C" __global__ void vtrace(const float *behaviour, const float *target, const float *discounts,
-                                  const float *rewards, const float *values, const float *bootstrap_value,
-                                  Clips clips, i64 steps, i64 columns, float *vs, float *advantages) {
+extern "C" __global__ void vtrace(const float *__restrict__ behaviour, const float *__restrict__ target,
+                                  const float *__restrict__ discounts, const float *__restrict__ rewards,
+                                  const float *__restrict__ values, const float *__restrict__ bootstrap_value,
+                                  Clips clips, i64 steps, i64 columns, float *__restrict__ vs,
+                                  float *__restrict__ advantages) {
     const i64 column = global_thread();
     if (column >= columns) return;
     float excess = 0.0f, next_value = bootstrap_value[column];
@@ -41,10 +43,11 @@ extern "C" __global__ void vtrace(const float *behaviour, const float *target, c
     }
 }
 
-extern "C" __global__ void vtrace_rows(const float *behaviour, const float *target, const float *rewards,
-                                       const float *values, const u8 *terminated, const u8 *first, float gamma,
-                                       Clips clips, i64 steps, i64 columns, float *vs, float *advantages,
-                                       float *mask) {
+extern "C" __global__ void vtrace_rows(const float *__restrict__ behaviour, const float *__restrict__ target,
+                                       const float *__restrict__ rewards, const float *__restrict__ values,
+                                       const u8 *__restrict__ terminated, const u8 *__restrict__ first, float gamma,
+                                       Clips clips, i64 steps, i64 columns, float *__restrict__ vs,
+                                       float *__restrict__ advantages, float *__restrict__ mask) {
     const i64 column = global_thread();
     if (column >= columns) return;
     float excess = 0.0f, next_value = values[steps * columns + column];
@@ -60,9 +63,10 @@ extern "C" __global__ void vtrace_rows(const float *behaviour, const float *targ
     }
 }
 
-extern "C" __global__ void gae_rows(const float *rewards, const float *values, const u8 *terminated,
-                                    const u8 *first, float gamma, float lambda, i64 steps, i64 columns,
-                                    float *returns, float *advantages, float *mask) {
+extern "C" __global__ void gae_rows(const float *__restrict__ rewards, const float *__restrict__ values,
+                                    const u8 *__restrict__ terminated, const u8 *__restrict__ first, float gamma,
+                                    float lambda, i64 steps, i64 columns, float *__restrict__ returns,
+                                    float *__restrict__ advantages, float *__restrict__ mask) {
     const i64 column = global_thread();
     if (column >= columns) return;
     float advantage = 0.0f, next_value = values[steps * columns + column];

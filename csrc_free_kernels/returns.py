@@ -18,6 +18,7 @@ from csrc_free_kernels.shapes import check_shapes
 
 # exp(100) is infinite in float32. A clipped ratio never sees this bound; an unclipped one stays finite, also squared.
 MAX_LOG_RATIO = 30.0
+_THREADS = 64  # few columns are to be spread over many multiprocessors
 SOURCE = build.Source("returns", (("MAX_LOG_RATIO", f"{MAX_LOG_RATIO}f"),))
 
 
@@ -208,9 +209,9 @@ def launch_vtrace(
     device = build.check_arguments(**{name: (x, torch.float32) for name, x in inputs.items()})
     vs, advantages = torch.empty_like(values), torch.empty_like(values)
     build.launch(
-        SOURCE, "vtrace", device, build.blocks_for(sizes["B"]), *map(build.pointer, inputs.values()),
+        SOURCE, "vtrace", device, build.blocks_for(sizes["B"], _THREADS), *map(build.pointer, inputs.values()),
         _clips(rho_bar, c_bar, rho_pg_bar, lambda_=lambda_), ctypes.c_int64(sizes["T"]), ctypes.c_int64(sizes["B"]),
-        build.pointer(vs), build.pointer(advantages),
+        build.pointer(vs), build.pointer(advantages), threads=_THREADS,
     )  # fmt: skip
     return VTrace(vs, advantages)
 
@@ -240,10 +241,10 @@ def launch_vtrace_rows(
     )  # fmt: skip
     vs, advantages, mask = (values.new_empty(steps, columns) for _ in range(3))
     build.launch(
-        SOURCE, "vtrace_rows", device, build.blocks_for(columns),
+        SOURCE, "vtrace_rows", device, build.blocks_for(columns, _THREADS),
         *map(build.pointer, (behaviour_log_probs, target_log_probs, rewards, values, terminated, first)),
         ctypes.c_float(gamma), _clips(rho_bar, c_bar, rho_pg_bar, lambda_=lambda_), ctypes.c_int64(steps), ctypes.c_int64(columns),
-        *map(build.pointer, (vs, advantages, mask)),
+        *map(build.pointer, (vs, advantages, mask)), threads=_THREADS,
     )  # fmt: skip
     return VTraceRows(vs, advantages, mask)
 
@@ -263,8 +264,8 @@ def launch_gae_rows(
     steps, columns = sizes["R"] - 1, sizes["B"]
     returns, advantages, mask = (values.new_empty(steps, columns) for _ in range(3))
     build.launch(
-        SOURCE, "gae_rows", device, build.blocks_for(columns),
+        SOURCE, "gae_rows", device, build.blocks_for(columns, _THREADS),
         *map(build.pointer, (rewards, values, terminated, first)), ctypes.c_float(gamma), ctypes.c_float(lambda_),
-        ctypes.c_int64(steps), ctypes.c_int64(columns), *map(build.pointer, (returns, advantages, mask)),
+        ctypes.c_int64(steps), ctypes.c_int64(columns), *map(build.pointer, (returns, advantages, mask)), threads=_THREADS,
     )  # fmt: skip
     return GAERows(returns, advantages, mask)

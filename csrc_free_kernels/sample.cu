@@ -42,9 +42,11 @@ __device__ __forceinline__ u32 word_of(const Words &drawn, u32 k) {
     return k < 2 ? (k == 0 ? drawn.word[0] : drawn.word[1]) : (k == 2 ? drawn.word[2] : drawn.word[3]);
 }
 
-extern "C" __global__ void sample_discrete(const float *logits, const u8 *mask, Branches branches, u64 key,
-                                           const i64 *slots, const i64 *step, const u8 *greedy, i64 rows, i64 width,
-                                           i64 *actions, float *log_probs, float *entropies) {
+extern "C" __global__ void sample_discrete(const float *__restrict__ logits, const u8 *__restrict__ mask,
+                                           Branches branches, u64 key, const i64 *__restrict__ slots,
+                                           const i64 *__restrict__ step, const u8 *__restrict__ greedy, i64 rows,
+                                           i64 width, i64 *__restrict__ actions, float *__restrict__ log_probs,
+                                           float *__restrict__ entropies) {
     const i64 b = global_thread();
     if (b >= rows) return;
     const float *row = logits + b * width;

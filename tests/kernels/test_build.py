@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import subprocess
 import sys
@@ -124,11 +125,9 @@ def test_another_word_for_seedrl_kernels_is_refused(machine: Any) -> None:
 
 
 def test_every_kernel_has_a_launcher_with_the_arguments_of_its_twin() -> None:
-    import inspect
-
     pairs = build._LAUNCHERS
     sources()  # imports all
-    assert len(pairs) >= 4
+    assert len(pairs) == 14
     for twin, launcher in pairs.items():
         assert inspect.signature(launcher) == inspect.signature(twin), launcher.__name__
         assert launcher.__name__ == f"launch_{twin.__name__}"
@@ -315,6 +314,22 @@ def test_the_driver_gets_addresses_stream_and_function(
     assert b"sm_90" in calls[0][1] and calls[1] == ("get", 7, "vtrace")
     assert calls[2] == calls[3] == launched
     assert devices == [device, device]
+
+
+def test_a_binary_that_the_driver_refuses_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Driver:
+        def moduleLoadData(self, binary: bytes) -> int:
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+
+    monkeypatch.setenv("SEEDRL_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    backend = build.CupyBackend(Driver(), _CountingNvrtc(), None, "14.0")
+    with pytest.raises(build.KernelError, match=r"returns.cu, compiled for sm_90, cannot be loaded: CUDA_ERROR") as raised:  # fmt: skip
+        backend._module(returns.SOURCE, torch.device("cuda", 0))
+    assert raised.match("update the NVIDIA driver")
 
 
 # memory
