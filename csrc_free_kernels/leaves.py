@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -42,7 +43,7 @@ class OpenRows(ctypes.Structure):
 
 def row_bytes(leaf: Tensor) -> int:
     """Of a row of leaf [N, ...]."""
-    return leaf[:1].numel() * leaf.element_size() if leaf.shape[0] else 0
+    return math.prod(leaf.shape[1:]) * leaf.element_size()
 
 
 def width_of(*numbers: int) -> int:

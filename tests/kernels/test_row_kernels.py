@@ -271,6 +271,25 @@ def test_any_number_of_leaves_takes_one_launch_for_each_table(on_host: HostBacke
         assert [leaf.item() for leaf in into] == list(range(count))
 
 
+def test_more_words_than_threads_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaves, "_MOST_BLOCKS", 2)
+    storage, rows = torch.randn(50, 40), torch.arange(50).view(10, 5).flip(1)
+    into = torch.zeros(10, 5, 40)
+    launch_gather_rows([storage], rows, [into])
+    assert torch.equal(into, storage[rows])
+    column = torch.zeros(50, 3, dtype=torch.uint8), torch.arange(150).to(torch.uint8).view(50, 3)
+    every = torch.arange(50)
+    launch_append_rows([column[0]], [column[1]], every, every, every * 0, 1)
+    assert torch.equal(*column)
+
+
+def test_storage_without_rows_gives_none() -> None:
+    into, rows = torch.full((1, 1, 2, 3), 9, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)  # fmt: skip
+    launch_gather_frames(torch.zeros(0, 3, dtype=torch.uint8), rows, rows < 0, into)
+    launch_gather_rows([torch.zeros(0, 2, 3, dtype=torch.uint8)], rows, [into])
+    assert (into == 9).all()
+
+
 def test_the_widest_word_that_fits_is_copied() -> None:
     assert [leaves.width_of(*numbers) for numbers in ((32, 0, 16), (32, 0, 8), (32, 2), (4, 5))] == [16, 4, 1, 1]  # fmt: skip
 
