@@ -108,7 +108,9 @@ def _open(random: Random, num_slots: int, blocks: int, length: int) -> tuple[Ten
     """Every slot with a block of its own, some with none."""
     block = random.rng.permutation(blocks)[:num_slots]
     block[random.rng.random(num_slots) < 0.2] = -1
-    return torch.from_numpy(block), torch.from_numpy(random.rng.integers(0, length, num_slots))
+    offset = random.rng.integers(0, length, num_slots)
+    offset[block < 0] = length  # where the block before was full: no row of another slot's
+    return torch.from_numpy(block), torch.from_numpy(offset)
 
 
 @settings(max_examples=60)
