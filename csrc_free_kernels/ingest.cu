@@ -9,7 +9,6 @@ struct Ingest {
     }
     __device__ __forceinline__ u8 *target(const Leaf &leaf, i64 b) const { return leaf.target + b * leaf.row_bytes; }
     __device__ __forceinline__ u8 *second(const Leaf &leaf, i64 b) const {
-        if (leaf.second == nullptr) return nullptr;
         const i64 row = open.row(b);
         return row < 0 ? nullptr : leaf.second + row * leaf.row_bytes;
     }
