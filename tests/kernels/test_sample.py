@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from csrc_free_kernels.sample import launch_sample_discrete, sample_discrete
 from seedrl.errors import ShapeError
 from seedrl.policy.heads import Heads
 from seedrl.spec import Leaf
+from tests.kernels.compilers import compile_on_host
 
 pytestmark = pytest.mark.usefixtures("on_host")
 SEED = st.integers(0, 2**64 - 1)
@@ -52,6 +55,21 @@ def test_the_plain_logarithm_is_one() -> None:
     x = torch.cat([torch.logspace(-30, 30, 100_001), torch.linspace(0.5, 1.5, 100_001), 1 - 2.0 ** torch.arange(-24.0, -1)])  # fmt: skip
     right = x.double().log()
     assert ((sample._log(x) - right).abs() <= 1.2e-7 * right.abs() + 1e-10).all()
+
+
+def test_the_noise_of_kernel_and_twin_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    """All of its 2^23 values."""
+    main = """extern "C" void noise(const u32 *words, i64 count, float *into) {
+        for (i64 i = 0; i < count; i++) into[i] = gumbel(words[i]);
+    }"""
+    library = tmp_path / "noise.so"
+    compile_on_host(sample.SOURCE, sample.SOURCE.text, library, ("-O1", "-shared", "-fPIC"), main)
+    words = torch.arange(0, 2**32, 2**9)
+    ours, given = torch.zeros(words.numel()), words.to(torch.uint32)
+    ctypes.CDLL(str(library)).noise(build.pointer(given), ctypes.c_int64(words.numel()), build.pointer(ours))  # fmt: skip
+    assert torch.equal(ours, sample._gumbel(words))
+    right = -(-((words >> 9).double() + 0.5).mul(2.0**-23).log()).log()
+    assert ((ours - right).abs() <= 2e-7 * right.abs().clamp_min(1)).all()
 
 
 def _given(
