@@ -5,12 +5,16 @@ Nothing here carries a gradient. float64 input is computed in float64, any other
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from csrc_free_kernels import build
 from csrc_free_kernels.shapes import check_shapes
+
+SOURCE = build.Source("q_targets")
 
 
 class NStep(NamedTuple):
@@ -126,3 +130,23 @@ def sequence_priority(td_errors: Tensor, mask: Tensor, eta: float = 0.9) -> Tens
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@build.launcher_of(n_step)
+@torch.no_grad()
+def launch_n_step(rewards: Tensor, bootstrap_q: Tensor, terminated: Tensor, ended: Tensor, gamma: float, n: int) -> NStep:  # fmt: skip
+    """`n_step` in one launch, for float32. Raises: ShapeError; ArgumentError for another dtype or device."""
+    sizes = check_shapes(
+        rewards=(rewards, "T B"), bootstrap_q=(bootstrap_q, "T B"), terminated=(terminated, "T B"), ended=(ended, "T B"),
+    )  # fmt: skip
+    device = build.check_arguments(
+        rewards=(rewards, torch.float32), bootstrap_q=(bootstrap_q, torch.float32), terminated=(terminated, torch.bool),
+        ended=(ended, torch.bool),
+    )  # fmt: skip
+    targets, steps_used = torch.empty_like(rewards), torch.empty_like(rewards, dtype=torch.int64)
+    build.launch(
+        SOURCE, "n_step", device, build.blocks_for(rewards.numel()),
+        *map(build.pointer, (rewards, bootstrap_q, terminated, ended)), ctypes.c_double(gamma), ctypes.c_int64(n),
+        ctypes.c_int64(sizes["T"]), ctypes.c_int64(sizes["B"]), build.pointer(targets), build.pointer(steps_used),
+    )  # fmt: skip
+    return NStep(targets, steps_used)
