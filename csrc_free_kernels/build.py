@@ -96,6 +96,30 @@ def kernel_or_twin(twin: Twin, tensor: Tensor) -> Twin:
     return launcher
 
 
+def run(twin: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Calls what `kernel_or_twin` chooses by the first tensor; for the kernel, tensors are made contiguous, in lists too."""
+    function = kernel_or_twin(twin, _first_tensor(arguments))
+    if function is not twin:
+        arguments = tuple(map(_contiguous, arguments))
+        named = {name: _contiguous(value) for name, value in named.items()}
+    return function(*arguments, **named)
+
+
+def _first_tensor(arguments: Sequence[Any]) -> Tensor:
+    for value in arguments:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, list) and value:
+            return _first_tensor(value)
+    raise TypeError("there is no tensor to choose by")
+
+
+def _contiguous(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_contiguous(part) for part in value]
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
 def mode() -> str:
     """What SEEDRL_KERNELS asks for."""
     asked = os.environ.get("SEEDRL_KERNELS", "auto")

@@ -112,7 +112,7 @@ def q_targets(
         2:
     ]  # the next row begins an episode: this one is the last, whatever its flags say
     ended = terminated[1:] | truncated[1:] | broken
-    targets, steps_used = n_step(rewards[1:], values, terminated[1:], ended, gamma, n)
+    targets, steps_used = build.run(n_step, rewards[1:], values, terminated[1:], ended, gamma, n)
     if eps is not None:
         targets = rescale(targets, eps)
     counts = first[1:].logical_not()

@@ -244,7 +244,7 @@ class ReplayStore:
     def _on_device(self, array: np.ndarray) -> Any:
         if self._storage.arrays is not None:
             return array
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return torch.from_numpy(np.array(array)).to(self.device)
 
 
 def _memory(plan: StorePlan, device: torch.device) -> BlockStorage:

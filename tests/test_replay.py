@@ -201,3 +201,28 @@ def test_a_state_of_another_shape_is_refused_by_name(state: Any, said: str) -> N
     store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100, state=(torch.zeros(1, 3), torch.zeros(1, 1)))  # fmt: skip
     with pytest.raises(ShapeError, match=re.escape(said)):
         store.append(**a_row(2, 0, state=state))
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_a_device_is_appended_to_and_drawn_from_like_the_host(cross: bool) -> None:
+    """The CPU as if it were one: what a launch copies at once there, its twin does here."""
+    spaces_ = spaces.Dict({"x": BOX, "image": spaces.Box(0, 255, (3, 2), np.uint8), "count": spaces.Box(0, 9, (), np.uint16)})  # fmt: skip
+    stores = [
+        ReplayStore(spaces_, CHOICE, num_slots=3, capacity=200, unroll_length=4, burn_in=1, state=(torch.zeros(1, 2),), cross_episodes=cross)
+        for _ in range(2)
+    ]  # fmt: skip
+    stores[1]._storage.arrays = None
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        obs = {"x": rng.normal(size=(3, 2)), "image": rng.integers(0, 255, (3, 3, 2)), "count": rng.integers(0, 9, 3)}  # fmt: skip
+        flags = rng.random((3, 3)) < 0.2
+        row = {"obs": obs, "action": rng.integers(0, 3, 3), "reward": rng.normal(size=3), "terminated": flags[0], "truncated": flags[1], "first": flags[2]}  # fmt: skip
+        for store in stores:
+            store.append(**row, state=(torch.from_numpy(rng.integers(0, 9, (3, 2))).float() * 0 + 3,))  # fmt: skip
+    for _ in range(5):
+        one, other = (store.sample(8) for store in stores)
+        assert one is not None and other is not None
+        assert other.terminated.is_contiguous() and other.first.is_contiguous()
+        for mine, theirs in zip(one, other, strict=True):
+            for a, b in zip(*((part.values() if isinstance(part, dict) else part if isinstance(part, tuple) else [part]) for part in (mine, theirs)), strict=True):  # fmt: skip
+                assert a is b is None or np.array_equal(a, b)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from csrc_free_kernels.build import run
 from csrc_free_kernels.returns import vtrace_rows
 from csrc_free_kernels.shapes import check_shapes
 from seedrl.learn.algorithm import Loss, Network
@@ -120,7 +121,8 @@ def actor_critic_loss(
         None if masks is None else masks[acted],
     )
     with torch.no_grad():
-        vs, advantages, mask = vtrace_rows(
+        vs, advantages, mask = run(
+            vtrace_rows,
             behaviour_log_probs,
             log_probs,
             rewards,

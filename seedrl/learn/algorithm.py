@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from csrc_free_kernels.build import run
 from csrc_free_kernels.returns import vtrace_rows
 from seedrl.config import Config
 from seedrl.policy.base import Heads, Observation, Policy
@@ -100,8 +101,8 @@ class Network:
         if self._normalised.returns is not None:
             behind, section = slice(self.burn_in, None), self._section
             log_prob = batch.log_prob[behind]
-            found = vtrace_rows(
-                log_prob, log_prob, batch.reward[behind], batch.value[behind], batch.terminated[behind], batch.first[behind], section.gamma,
+            found = run(
+                vtrace_rows, log_prob, log_prob, batch.reward[behind], batch.value[behind], batch.terminated[behind], batch.first[behind], section.gamma,
                 lambda_=section.lambda_or_default,
             )  # fmt: skip
             returns = found.vs[found.mask > 0]

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from csrc_free_kernels.build import run
 from csrc_free_kernels.returns import vtrace_rows
 from seedrl.config import Algorithm as AlgorithmSection
 from seedrl.config import Config
@@ -80,8 +81,8 @@ class PPO:
             actions = {name: action[rows] for name, action in batch.actions.items()}
             masks = None if batch.mask is None else batch.mask[rows]
             current, _ = self.network.heads.evaluate(inputs, actions, masks)
-        returns, _, mask = vtrace_rows(
-            behaviour, current, batch.reward[rows], values, batch.terminated[rows], batch.first[rows], section.gamma,
+        returns, _, mask = run(
+            vtrace_rows, behaviour, current, batch.reward[rows], values, batch.terminated[rows], batch.first[rows], section.gamma,
             rho_bar=section.rho_bar, c_bar=section.c_bar, lambda_=section.lambda_or_default,
         )  # fmt: skip
         if section.synchronous:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from csrc_free_kernels.build import run
+from csrc_free_kernels.unroll import gather_rows
 from seedrl.errors import ConfigError
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.state import State, leaves, rebuild
@@ -164,7 +166,14 @@ class Gather:
         by_unroll = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).to(device)
         by_time = by_unroll.view(columns, length).t().reshape(-1)
 
+        at_once: dict[str, Tensor] = {}
+        if self._storage.arrays is None:  # on a device all leaves are copied in one launch
+            at_once = {name: leaf.new_empty(length, columns, *leaf.shape[1:]) for name, leaf in stored.items()}  # fmt: skip
+            run(gather_rows, list(stored.values()), by_time.view(length, columns), list(at_once.values()))  # fmt: skip
+
         def take(name: str) -> Tensor:
+            if at_once:
+                return at_once[name]
             leaf = stored[name]
             if leaf[0].nbytes * columns * length < _LARGE_BYTES:
                 return leaf.index_select(0, by_time).view(length, columns, *leaf.shape[1:])
@@ -176,8 +185,8 @@ class Gather:
 
         places = torch.from_numpy(state_at).to(device)
         state = rebuild(self._like, [leaf.index_select(0, places) for leaf in self._storage.states])
-        flags = take("flags").bool()
-        first = flags[..., 2]
+        # a plane of its own each, as kernels want them
+        terminated, truncated, first, interrupted = take("flags").bool().movedim(-1, 0).contiguous()
         if not self._cross:
             first = first.clone()
             first[1:] |= first[1:].cumsum(0) > 0
@@ -186,7 +195,7 @@ class Gather:
             mask=take("mask") if "mask" in stored else None,
             actions={name[7:]: take(name) for name in self._actions},
             reward=take("reward"),
-            terminated=flags[..., 0], truncated=flags[..., 1], first=first, interrupted=flags[..., 3],
+            terminated=terminated, truncated=truncated, first=first, interrupted=interrupted,
             log_prob=take("log_prob"), value=take("value"), version=take("version"),
             state=state, slots=torch.from_numpy(slots).to(device), items=items, weights=None,
             extras={name[6:]: take(name) for name in self._extras},

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from csrc_free_kernels.append import append_rows
+from csrc_free_kernels.build import run
 from seedrl.spec import EnvSpec
 from seedrl.store import memory as store_memory
 
@@ -134,9 +136,11 @@ class BlockStorage:
             for name, array in self.arrays.items():
                 array[rows] = columns[name]
         else:
+            length = self.layout.rule.block_length
             at = torch.from_numpy(rows).to(self.device)
-            for name, leaf in self.rows.items():
-                leaf.index_copy_(0, at, columns[name])
+            seats = torch.arange(rows.size, device=self.device)
+            new = [columns[name] for name in self.rows]
+            run(append_rows, list(self.rows.values()), new, seats, at // length, at % length, length)  # fmt: skip
 
     def write_states(self, places: np.ndarray, states: list[Tensor], kept: np.ndarray) -> None:
         """Keeps the states of the batch's rows `kept` at `places`: int64 [n] both."""

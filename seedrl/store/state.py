@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from csrc_free_kernels.build import run
+from csrc_free_kernels.state import gather_state, scatter_state
+
 _IN_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool)
 State = Any  # a tensor, or a tuple, list or dict of states
 
@@ -67,20 +70,18 @@ class StateStore:
         """
         if not self._store:
             return self.like, []
-        count, taken = slots.size, []
-        if self._arrays:
-            for array, batch in zip(self._arrays, self._batch, strict=True):
-                taken.append(batch[:count])
-                array.take(slots, 0, taken[-1].numpy(), "clip")
-        else:
-            index = torch.from_numpy(slots).to(self._device)
-            for store, batch in zip(self._store, self._batch, strict=True):
-                taken.append(batch[:count])
-                torch.index_select(store, 0, index, out=taken[-1])
+        count = slots.size
+        taken = [batch[:count] for batch in self._batch]
+        if not self._arrays:
+            index, begins = (torch.from_numpy(x).to(self._device) for x in (slots, first))
+            run(gather_state, self._store, self._initial, index, begins, taken)
+            return rebuild(self.like, taken), taken
+        for array, batch in zip(self._arrays, taken, strict=True):
+            array.take(slots, 0, batch.numpy(), "clip")
         if first.any():
-            begins = torch.from_numpy(first).to(self._device)
+            at = torch.from_numpy(first)
             for into, initial in zip(taken, self._initial, strict=True):
-                into[begins] = initial
+                into[at] = initial
         return rebuild(self.like, taken), taken
 
     def scatter(self, slots: np.ndarray, state: State) -> None:
@@ -92,5 +93,4 @@ class StateStore:
                 array[slots] = new.numpy()
             return
         index = torch.from_numpy(slots).to(self._device)
-        for store, new in zip(self._store, leaves(state), strict=True):
-            store.index_copy_(0, index, new)
+        run(scatter_state, self._store, index, leaves(state))
