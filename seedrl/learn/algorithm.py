@@ -37,6 +37,8 @@ class Algorithm(Protocol):
         """The losses of a batch: each is asked for once the optimiser's step for the one before is done. At least one."""
         ...
 
+    # What it wants of the store it may declare: `modes`, those of `replay.mode` that it can learn from, and `extras`, names of leaves that
+    # the policy must store beside each row; a run that has others is refused before it starts.
     # An algorithm that keeps tensors beside the policy has them in `tensors() -> dict[str, Tensor]`; they go into checkpoints, and a run
     # that is resumed writes them in place.
 

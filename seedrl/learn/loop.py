@@ -29,7 +29,7 @@ from seedrl.learn.algorithm import Algorithm, Loss, Network, rewarded
 from seedrl.learn.ppo import PPO
 from seedrl.learn.r2d2 import QLearning
 from seedrl.policy.agent import make_agent, stored_extras
-from seedrl.policy.base import Heads, Policy, imported
+from seedrl.policy.base import Heads, Policy, extra_leaves_of, imported
 from seedrl.spec import EnvSpec
 from seedrl.store.batch import Batch
 from seedrl.store.blocks import BlockStorage
@@ -76,6 +76,18 @@ def make_algorithm(network: Network, config: Config) -> Algorithm:
         raise ConfigError(
             what=f"it gives a {type(algorithm).__name__}, which has no method losses", where=where,
             do="see docs/write-an-algorithm.md",
+        )  # fmt: skip
+    modes, mode = tuple(getattr(algorithm, "modes", ())), config.replay.mode
+    if modes and mode not in modes:
+        raise ConfigError(
+            what=f"{attribute} learns from replay of mode {' or '.join(modes)}, not {mode}", where=f"{where}, replay.mode",
+            do=f"set replay.mode to {modes[0]}",
+        )  # fmt: skip
+    lacking = sorted(set(getattr(algorithm, "extras", ())) - set(extra_leaves_of(network.policy)))
+    if lacking:
+        raise ConfigError(
+            what=f"{attribute} wants the extra '{lacking[0]}' beside each row, which the policy does not store", where=f"{where}, policy.name",
+            do="declare it in the policy's extra_leaves (docs/policy.md)",
         )  # fmt: skip
     return algorithm  # type: ignore[no-any-return]
 

@@ -88,12 +88,25 @@ def test_its_rewards_are_clipped_too(tmp_path: Path, clip: str) -> None:
             1,
             ["mine:Idle", "no loss"],
         ),
+        (
+            "mine:Kept",
+            "from awr import AWR\nclass Kept(AWR):\n    modes = ('prioritized', 'uniform')",
+            2,
+            ["Kept learns from replay of mode prioritized or uniform, not queue", "set replay.mode to prioritized"],
+        ),
+        (
+            "mine:Taught",
+            "from awr import AWR\nclass Taught(AWR):\n    extras = ('teacher',)",
+            2,
+            ["Taught wants the extra 'teacher'", "extra_leaves"],
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_algorithm_is_named(
     tmp_path: Path, name: str, body: str, code: int, words: list[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(body)
+    shutil.copy(EXAMPLES / "awr.py", tmp_path)
     ended, text = seedrl(
         "train", "cartpole", f"algorithm.name={name}", "run.max_seconds=5", "--run-dir", "run", cwd=tmp_path
     )  # fmt: skip
