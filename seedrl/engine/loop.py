@@ -435,7 +435,8 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     max_batch = min(config.batching.max_batch or layout.num_slots, layout.num_slots)
     extras = stored_extras(config, policy) if start["learner"] else {}
     step = PolicyStep(
-        policy, heads, slab, layout.num_slots, config.run.seed, start["greedy"], device, store_device, extras=extras
+        policy, heads, slab, layout.num_slots, config.run.seed, start["greedy"], device, store_device, extras=extras,
+        precision=config.engine.precision,
     )  # fmt: skip
     step.greedy_for_all = start["greedy"] and not start["learner"]
     batching = config.batching

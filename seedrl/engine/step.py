@@ -15,7 +15,7 @@ from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
 from seedrl.policy.values import ACTING_VALUES, ValueHeads, masked
 from seedrl.spec import BEST_VALUE, TAKEN_VALUE
 from seedrl.store.blocks import Columns, RowSpecs, torch_dtype
-from seedrl.store.state import State, StateStore, leaves
+from seedrl.store.state import State, StateStore, leaves, rebuild
 from seedrl.transport.slab import Slab
 
 if TYPE_CHECKING:
@@ -52,12 +52,13 @@ class PolicyStep:
         policy: on the device. store_device: where `columns` go, the policy's device or the cpu.
         apart: whether the device has memory of its own; None: unless it is the cpu.
         extras: what is stored beside each row: the policy's own, and values of the action if they are among them.
+        precision: of the forward pass, "float32" or "bfloat16".
     """
 
     def __init__(
         self, policy: Policy, heads: Heads, slab: Slab, max_rows: int, seed: int, greedy: bool,
         device: torch.device = _CPU, store_device: torch.device = _CPU, apart: bool | None = None,
-        extras: RowSpecs | None = None,
+        extras: RowSpecs | None = None, precision: str = "float32",
     ) -> None:  # fmt: skip
         self.policy, self.heads, self._slab, self._greedy = policy, heads, slab, greedy
         self.greedy_for_all = (
@@ -73,7 +74,8 @@ class PolicyStep:
         self.states = StateStore(policy.initial_state(1), slab.layout.num_slots, device)
         self._generator = torch.Generator(device).manual_seed(seed)
         # where small layers are, their calls cost more than they do
-        self._fast = None if self._apart else NumpyPolicy.of(policy, max_rows)
+        self._bfloat16 = precision == "bfloat16"
+        self._fast = None if self._apart or self._bfloat16 else NumpyPolicy.of(policy, max_rows)
         self._choice = None if self._apart else NumpyChoice.of(heads, max_rows, seed)
         self._stage: dict[str, np.ndarray] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -179,7 +181,7 @@ class PolicyStep:
             numbers, self._value, left = self._fast(window.host_obs, entering)
             inputs, new = torch.from_numpy(numbers[None]), [torch.from_numpy(leaf) for leaf in left]
         else:
-            inputs, self._value, new, *more = self.policy(window.obs, state, window.first)
+            inputs, self._value, new, *more = self._forward(window, state)
             if self._of_policy:
                 require_extras(more[0], self._of_policy, (1, rows.size), "the policy")
                 self._extras = more[0]
@@ -209,6 +211,14 @@ class PolicyStep:
             (taken,) = actions.values()
             self._extras[BEST_VALUE] = masked(inputs, mask).amax(-1)
             self._extras[TAKEN_VALUE] = inputs.gather(-1, taken.unsqueeze(-1)).squeeze(-1)
+
+    def _forward(self, window: _Window, state: State) -> Any:
+        if not self._bfloat16:
+            return self.policy(window.obs, state, window.first)
+        with torch.autocast(self._device.type, torch.bfloat16):
+            inputs, value, new, *more = self.policy(window.obs, state, window.first)
+        kept = [leaf.to(of.dtype) for leaf, of in zip(leaves(new), self._state_in, strict=True)]
+        return inputs.float(), value.float(), rebuild(new, kept), *more
 
     def answer(self, rows: np.ndarray) -> None:
         """Writes the actions, as the environments want them, into the slab."""

@@ -170,3 +170,35 @@ def test_values_of_the_best_legal_and_of_the_taken_action_are_stored(
         np.testing.assert_allclose(taken, q[rows, np.asarray(columns["action/action"])], rtol=1e-5, atol=1e-6)  # fmt: skip
         differ += int((best != taken).sum())
     assert differ > 5
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_in_bfloat16_what_is_recorded_is_what_was_computed(core: str) -> None:
+    """Log-probabilities are those of the numbers that the actions were drawn from, to float32's rounding; states stay float32."""
+    spec = spec_from_spaces(spaces.Box(-1, 1, (6,)), spaces.Discrete(5), action_mask=None, stats=(), env_id="x")  # fmt: skip
+    torch.manual_seed(1)
+    policy = make_policy(PolicySection(core=core, core_size=16, hidden=[64]), spec).eval()
+    with torch.no_grad():
+        policy.heads.weight.mul_(300)  # type: ignore[union-attr, operator]
+    slab, rows, rng = a_slab(spec), np.arange(SLOTS), np.random.default_rng(0)
+    step = PolicyStep(policy, Heads(spec.action), slab, SLOTS, 5, False, precision="bfloat16")
+    differ = 0
+    for _ in range(5):
+        slab.obs["observation"][:] = rng.normal(size=(SLOTS, 6))
+        obs = torch.from_numpy(slab.obs["observation"].copy())[None]
+        with torch.inference_mode():
+            step.ingest(rows)
+            step.forward(rows, None)
+            columns, states = step.columns(0, None)
+            entered = tuple(leaf.clone() for leaf in states)
+            with torch.autocast("cpu", torch.bfloat16):
+                rough = policy(obs, entered, torch.zeros(1, SLOTS, dtype=torch.bool))[0].float()
+            exact = policy(obs, entered, torch.zeros(1, SLOTS, dtype=torch.bool))[0]
+        assert all(leaf.dtype is torch.float32 for leaf in states)
+        taken = torch.from_numpy(np.asarray(columns["action/action"]))
+        for inputs, same in ((rough, True), (exact, False)):
+            found = inputs[0].log_softmax(-1).gather(1, taken[:, None])[:, 0].numpy()
+            close = np.allclose(columns["log_prob"], found, rtol=1e-4, atol=1e-4)
+            assert close or not same
+            differ += not same and not close
+    assert differ == 5, "the weights are large enough to show the difference"
