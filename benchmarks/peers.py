@@ -26,6 +26,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THRE
 NEEDS = {
     "sb3": ("-c", str(CONSTRAINTS), "stable-baselines3", "gymnasium", "minatar"),
     "torchrl": ("-c", str(CONSTRAINTS), "torchrl", "gymnasium", "minatar"),
+    "reverb": ("dm-reverb[tensorflow]",),
     # brings an older Gymnasium and NumPy of its own choice, and imports pkg_resources
     "sf": ("sample-factory", "torch==2.13.0", "setuptools<81", "minatar", "pandas<3"),
 }

@@ -4,7 +4,7 @@ python benchmarks/replay.py [--gigabytes 1 2 4] [--repeats 3] [--peer]
 python benchmarks/replay.py --behind [--step-ms 20]
 
 Batches of [T=40, B=32] unrolls of one 84x84 frame a row, from a store on the CPU. The copy is of as many bytes between two arrays
-that are in memory already. --peer installs TorchRL into build/peers/torchrl and asks its TensorDictReplayBuffer for slices of 41 rows.
+that are in memory already. --peer installs TorchRL and Reverb into build/peers and asks TensorDictReplayBuffer for slices, a Reverb server for items of 41 rows.
 """
 
 from __future__ import annotations
@@ -140,16 +140,11 @@ def main() -> None:
                 "share_of_copy": round(statistics.median(ratios), 2), "host_us": round(draws_alone(store)),
             }), flush=True)  # fmt: skip
             del store
-    if given.peer and (python := interpreter("torchrl")) is not None:
-        for gigabytes in given.gigabytes:
-            command = [
-                str(python),
-                str(HERE / "replay_peer.py"),
-                "--gigabytes",
-                str(gigabytes),
-                "--threads",
-                str(given.threads),
-            ]
+    peers = (("torchrl", "replay_peer.py", ["--threads", str(given.threads)]), ("reverb", "reverb_peer.py", []))  # fmt: skip
+    for name, script, more in peers if given.peer else ():
+        python = interpreter(name)
+        for gigabytes in given.gigabytes if python is not None else ():
+            command = [str(python), str(HERE / script), "--gigabytes", str(gigabytes), *more]
             subprocess.run(command, check=False, env=ENVIRONMENT)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 import time
+from importlib.metadata import version
 
 import numpy as np
 import reverb
@@ -49,7 +50,7 @@ def main() -> None:
         begin = time.perf_counter()
         next(batches)
         found.append(time.perf_counter() - begin)
-    print(json.dumps({"reverb": reverb.__version__, "rows": rows * SLOTS, "sample_us": round(statistics.median(found) * 1e6)}))  # fmt: skip
+    print(json.dumps({"reverb": version("dm-reverb"), "rows": rows * SLOTS, "sample_us": round(statistics.median(found) * 1e6)}))  # fmt: skip
 
 
 if __name__ == "__main__":
