@@ -23,7 +23,8 @@ from gymnasium import Space
 from pydantic import ValidationError
 from torch import Tensor
 
-from seedrl.config import Learner, Replay, replay_contradictions
+from seedrl.config import Learner, Replay
+from seedrl.config_checks import replay_contradictions
 from seedrl.errors import ConfigError, ShapeError
 from seedrl.policy.heads import Heads
 from seedrl.spec import spec_from_spaces
