@@ -1,6 +1,6 @@
 """Microseconds of the engine's thread for one batch, by stage: workers that are always ready, rows appended, nobody else running.
 
-python benchmarks/engine.py [--policy mlp|lstm|cnn] [--envs 32] [--groups 1 2 4] [--batches 2000]
+python benchmarks/engine.py [--policy mlp|lstm|cnn] [--envs 32] [--groups 1 2 4] [--batches 2000] [--device cuda] [--precision bfloat16]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from seedrl.policy.base import Heads, make_policy
 from seedrl.spec import spec_from_spaces
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.board import BATCHES, BatchReader, Board
+from seedrl.store.memory import require_device
 from seedrl.store.plan import StorePlan
 from seedrl.transport import doorbell
 from seedrl.transport.slab import (
@@ -50,7 +51,9 @@ POLICIES = {
 STAGES = ("ingest_ns", "forward_ns", "answer_ns", "append_ns")
 
 
-def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[str, float]:
+def measure(
+    policy_name: str, num_groups: int, envs: int, batches: int, device: str = "cpu", precision: str = "float32"
+) -> dict[str, float]:  # fmt: skip
     box = spaces.Box(0, 255, (4, 84, 84), np.uint8) if policy_name == "cnn" else spaces.Box(-1, 1, (8,), np.float32)  # fmt: skip
     spec = spec_from_spaces(box, spaces.Discrete(6), action_mask=None, stats=(), env_id="none")
     slots = num_groups * envs
@@ -63,15 +66,16 @@ def measure(policy_name: str, num_groups: int, envs: int, batches: int) -> dict[
     counted = BatchReader(board)
     bell, doors = doorbell.make(), [doorbell.make() for _ in range(num_groups)]
     torch.set_num_threads(1)
-    policy, heads = make_policy(config.policy, spec).eval(), Heads(spec.action)
+    place = require_device(device, "--device")
+    policy, heads = make_policy(config.policy, spec).eval().to(place), Heads(spec.action)
     plan = StorePlan.of(config, spec, heads.stored_specs(), state_leaves(policy), slots)
-    storage = BlockStorage(plan.blocks, torch.zeros(plan.blocks.nbytes, dtype=torch.uint8))
+    memory = torch.zeros(plan.blocks.nbytes, dtype=torch.uint8, device=place)
+    storage = BlockStorage(plan.blocks, memory)
     control = host.map_shared(host.memfd("control", plan.control.nbytes), plan.control.nbytes)
     writer = plan.writer(storage, control, bell)
     reader = plan.reader(storage, control, bell, bell, policy.initial_state(1))
-    engine = Engine(
-        slab, bell, doors, board, PolicyStep(policy, heads, slab, slots, 0, greedy=False), Rule(slots, 1, 0, 0), writer, None, None,
-    )  # fmt: skip
+    step = PolicyStep(policy, heads, slab, slots, 0, False, place, place, precision=precision)
+    engine = Engine(slab, bell, doors, board, step, Rule(slots, 1, 0, 0), writer, None, None)
     for group in range(num_groups):
         line = slab.lease[group]
         line[[START, SIZE, BASE, GENERATION]] = group * envs, envs, 1 << 32, 1
@@ -110,9 +114,12 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=32)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batches", type=int, default=2000)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
     for groups in arguments.groups:
-        print(json.dumps({"policy": arguments.policy, **measure(arguments.policy, groups, arguments.envs, arguments.batches)}), flush=True)  # fmt: skip
+        found = measure(arguments.policy, groups, arguments.envs, arguments.batches, arguments.device, arguments.precision)  # fmt: skip
+        print(json.dumps({"policy": arguments.policy, **found}), flush=True)
 
 
 if __name__ == "__main__":
