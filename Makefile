@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install train test lint bench truths curves crowd soak docs gpu-check clean
+.PHONY: install train test lint bench truths curves crowd soak docs gpu-check gpu-bundle clean
 
 install: $(STAMP)
 
@@ -59,9 +59,15 @@ SECONDS ?= 600
 soak: install
 	$(BIN)/seedrl train cartpole run.stop_at_return=null run.max_seconds=$(SECONDS)
 
-# with the host's own interpreter, torch and packages: make gpu-check PYTHON=python3; says "skipped" where no GPU is
+# with the host's own interpreter, torch and CuPy: make gpu-check PYTHON=python3; says "skipped" where no GPU is. What else it needs comes from
+# build/gpu-bundle, if that was made beforehand where there is a network: make gpu-bundle GPU_PYTHON=3.12
 gpu-check:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
+	test ! -d build/gpu-bundle || test -d build/gpu-site || $(PYTHON) -m pip install -q --no-index --no-deps --target build/gpu-site build/gpu-bundle/*.whl
+	PYTHONPATH=.:build/gpu-site $(PYTHON) benchmarks/gpu_check.py
+
+GPU_PYTHON ?= 3.11
+gpu-bundle: install
+	$(BIN)/python benchmarks/gpu_bundle.py build/gpu-bundle --python $(GPU_PYTHON)
 
 # the site, in build/site: a dead link or a page without a place is an error
 docs: install

@@ -169,7 +169,7 @@ class Engine(Section):
         "Torch's threads. 1, as small networks lose more to their handover than they gain.")
     precision: Literal["float32", "bfloat16"] = Field("float32", description=
         "Of the forward pass in acting; log-probabilities are recorded as they were computed, so that V-trace corrects for what the learner computes "
-        "otherwise. float32; bfloat16 pays with CNNs, and on a GPU.")
+        "otherwise. float32; bfloat16 pays on a GPU, and on a CPU that has instructions for it (avx512_bf16, amx_bf16).")
     slow_batch_ms: float | None = Field(1000.0, gt=0, le=3_600_000, description=
         "Milliseconds beyond which a batch is said with its stages, the worst one every ten seconds. null: never.")
 
