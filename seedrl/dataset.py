@@ -36,7 +36,7 @@ Run = dict[
 
 
 def kept_runs(store: ReplayStore) -> Iterator[Run]:
-    """What is kept, run by run, in the order of the slots: rows of unrolls that are whole, each once, bootstrap rows included.
+    """What is kept on the device, run by run, in the order of the slots: rows of unrolls that are whole, each once, bootstrap rows included.
 
     Raises: ConfigError with queue, which keeps nothing.
     """
@@ -45,7 +45,7 @@ def kept_runs(store: ReplayStore) -> Iterator[Run]:
         raise ConfigError(what="queue keeps no rows", where="mode", do="use uniform, prioritized or recent")  # fmt: skip
     rule = store.plan.blocks.rule
     entries = reader._entries(np.arange(*reader.bounds()))
-    whole = reader._whole(entries)
+    whole = reader._on_device(entries)
     rows, slots = entries.rows[whole][:, rule.burn_in :], entries.slots[whole]
     for slot in range(store.num_slots):
         mine = rows[slots == slot]
@@ -133,26 +133,35 @@ def load_npz(store: ReplayStore, path: Path | str) -> int:
         with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             columns = {name: file[name] for name in file.files}
         about = json.loads(str(columns.pop("about")))
-        lengths = columns.pop("run_rows")
-    except (ValueError, KeyError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        lengths, there = columns.pop("run_rows"), dict(about["leaves"])
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+            raise ValueError(
+                f"run_rows is {lengths.dtype} {list(lengths.shape)}, not lengths of runs"
+            )
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:  # fmt: skip
         raise SpecError(
             what=f"no file of rows: {error}", where=str(path), do="give one that save_npz wrote"
         ) from None
     here = _leaves_of(store.spec)
-    differ = [name for name in sorted(here | about["leaves"]) if here.get(name) != about["leaves"].get(name)]  # fmt: skip
+    differ = [name for name in sorted(here | there) if here.get(name) != there.get(name)]
     if differ:
         name = differ[0]
         raise SpecError(
-            what=f"leaf '{name}' is {_text(about['leaves'].get(name))} there, {_text(here.get(name))} here", where=str(path),
+            what=f"leaf '{name}' is {_text(there.get(name))} there, {_text(here.get(name))} here", where=str(path),
             do="load it into a store of the same spaces",
         )  # fmt: skip
     total, needed = int(lengths.sum()), [leaf.name for leaf in store.plan.blocks.rows]
-    for name in needed:
+    dtypes = {f"obs/{leaf.name}": leaf.dtype for leaf in store.spec.observation}
+    for leaf in store.plan.blocks.rows:
+        name = leaf.name
         if name not in columns and (name in _PLAIN or name.startswith("extra/")):
-            leaf = next(leaf for leaf in store.plan.blocks.rows if leaf.name == name)
             columns[name] = np.zeros((total, *leaf.shape), np.float32)
-        if len(columns.get(name, ())) != total:
-            raise SpecError(what=f"column '{name}' has {len(columns.get(name, ()))} rows; there are {total}", where=str(path), do="write the file anew")  # fmt: skip
+        column, wanted = columns.get(name, np.zeros(0)), (total, *leaf.shape)
+        if column.shape != wanted or column.dtype.kind not in "biuf":
+            kind = dtypes.get(name, str(leaf.dtype).removeprefix("torch."))
+            raise SpecError(
+                what=f"column '{name}' is {column.dtype} {list(column.shape)}; it must be {kind} {list(wanted)}", where=str(path), do="write the file anew",
+            )  # fmt: skip
     ends = np.cumsum(lengths)
     return add_runs(store, ({name: columns[name][end - size : end] for name in needed} for end, size in zip(ends, lengths, strict=True)))  # fmt: skip
 

@@ -31,7 +31,7 @@ from seedrl.spec import spec_from_spaces
 from seedrl.store.batch import Batch
 from seedrl.store.blocks import BlockStorage, RowSpecs, torch_dtype
 from seedrl.store.kept import KeptRows
-from seedrl.store.memory import require_room
+from seedrl.store.memory import require_device, require_room
 from seedrl.store.plan import StorePlan
 from seedrl.store.replay import ReplayReader
 from seedrl.store.ring import RingReader
@@ -89,11 +89,18 @@ class ReplayStore:
         )
         for keys, what, do in replay_contradictions(*sections):
             raise ConfigError(what=what, where=", ".join(keys), do=do)
+        if sections[0].initial_priority == "acting":
+            raise ConfigError(what="there is no policy here whose values first priorities could be made of", where="initial_priority", do="give priorities with update_priorities")  # fmt: skip
+        for name, number, least in (("num_slots", num_slots, 1), ("seed", seed, 0)):
+            if not isinstance(number, int | np.integer) or number < least:
+                raise ConfigError(what=f"{name} is {number!r}", where=name, do=f"give a whole number from {least} on")  # fmt: skip
+        _check_extras(extras or {})
         self.spec = spec_from_spaces(
             observation_space, action_space, action_mask="none", env_id="own"
         )
         self.observation_space, self.action_space = observation_space, action_space
-        self.num_slots, self.device = num_slots, torch.device(device)
+        self.num_slots, self.device = num_slots, _device(device)
+        self.retired = False  # by `Shards`: its blocks are others'
         self.batch_size = batch_size
         self._blocked_by: str | None = None
         self._kept: KeptRows | None = None
@@ -115,11 +122,14 @@ class ReplayStore:
         self._obs = [leaf.name for leaf in self.spec.observation]
         self._actions = [leaf.name for leaf in self.spec.action]
         self.extra_names = list(extras or {})
-        self._rows = 0
+        self._rows, self._restored = 0, False
+        self._views = {
+            leaf.name: getattr(torch, leaf.dtype) for leaf in self.spec.observation if torch_dtype(leaf.dtype) != getattr(torch, leaf.dtype)
+        }  # fmt: skip
 
     def held_back(self, slots: np.ndarray | None = None) -> str | None:
         """Why no row for each of `slots` may come now: "ratio" (sample first), "room" (queue: sample first); None when it may."""
-        return self._writer.held_back(self._every if slots is None else slots)
+        return self._writer.held_back(self._seats(slots))
 
     def append(
         self, *, obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any, first: Any, log_prob: Any = 0.0, value: Any = 0.0,
@@ -131,7 +141,7 @@ class ReplayStore:
             action: as it is stored, choices counted from 0. extras: a column for each that was named at the start.
         Returns: rows that became drawable. Raises: ShapeError, naming the argument; ConfigError when `held_back`.
         """
-        at = self._every if slots is None else np.asarray(slots, np.int64)
+        at = self._seats(slots)
         reason = self._writer.held_back(at)
         if reason is not None:
             raise ConfigError(
@@ -145,28 +155,46 @@ class ReplayStore:
         given |= {f"extra/{name}": leaf for name, leaf in _by_leaf("extras", extras or {}, self.extra_names).items()}  # fmt: skip
         columns = {name: self._column(name, values, count) for name, values in given.items()}
         flags = np.zeros((count, 4), np.uint8)
-        for column, values in enumerate((terminated, truncated, first)):
-            flags[:, column] = np.broadcast_to(_host(values), (count,))
+        for column, (name, values) in enumerate({"terminated": terminated, "truncated": truncated, "first": first}.items()):  # fmt: skip
+            flags[:, column] = _one_each(name, values, count)
         columns["flags"] = self._on_device(flags)
-        columns["version"] = self._on_device(
-            np.broadcast_to(_host(version), (count,)).astype(np.int64)
-        )
+        columns["version"] = self._on_device(_one_each("version", version, count).astype(np.int64))
         states = self._states(state, count)
         self._rows += count
         return self._writer.append(at, columns, states)
 
     def end(self, slots: np.ndarray | None = None) -> int:
         """Ends the runs of `slots` (all): what comes next there does not follow what was. Returns: rows that no unroll was made of."""
-        return self._writer.discard(self._every if slots is None else np.asarray(slots, np.int64))
+        return self._writer.discard(self._seats(slots))
 
     def sample(self, batch_size: int | None = None) -> Batch | None:
         """A batch of unrolls, time first; None when there is none to draw: `stats()["blocked_by"]` says why."""
-        batch, self._blocked_by = self._reader._attempt(batch_size or self.batch_size)
-        return batch
+        self._require_open()
+        count = self.batch_size if batch_size is None else batch_size
+        replay = self.plan.replay
+        sized = replay.mode == "queue" or replay.samples_per_insert is not None or any(replay.bytes_behind) or replay.max_uses_or_default is not None  # fmt: skip
+        if (
+            not isinstance(count, int | np.integer)
+            or count < 1
+            or (sized and count > self.batch_size)
+        ):
+            raise ConfigError(
+                what=f"a batch of {count!r} unrolls was asked for; the store is made for 1 to {self.batch_size}", where="sample",
+                do="give ReplayStore the largest batch_size that you will ask for",
+            )  # fmt: skip
+        batch, self._blocked_by = self._reader._attempt(int(count))
+        return None if batch is None else self._as_spaces(batch)
 
     def update_priorities(self, items: np.ndarray, priorities: Any) -> None:
         """Gives drawn unrolls `batch.items` new priorities [B]; late ones, of unrolls overwritten since, are dropped and counted."""
-        self._reader.update_priorities(items, _host(priorities))
+        self._require_open()
+        numbers, given = _host(items), _host(priorities)
+        if numbers.dtype.kind not in "iu" or numbers.ndim != 1 or given.shape != numbers.shape or given.dtype.kind not in "iuf":  # fmt: skip
+            raise ShapeError(
+                what=f"items are {numbers.dtype} {list(numbers.shape)}, priorities {given.dtype} {list(given.shape)}", where="update_priorities",
+                do="give batch.items and one number for each",
+            )  # fmt: skip
+        self._reader.update_priorities(numbers.astype(np.int64), given)
 
     def set_progress(self, share: float) -> None:
         """How much of the training is over, from 0 to 1: what `importance_exponent_end` and `priority_exponent_end` go by."""
@@ -190,10 +218,11 @@ class ReplayStore:
 
         Returns: unrolls that may be drawn again; None when there is nothing. Raises: CheckpointError when they are of another store.
         """
-        if self._rows:
-            raise ConfigError(what="rows were appended already", where="restore", do="restore into a new store")  # fmt: skip
+        if self._rows or self._restored:
+            raise ConfigError(what="rows were appended already, or restored", where="restore", do="restore into a new store")  # fmt: skip
         found = self._kept_in(Path(folder)).restore()
         self._writer.adopt()
+        self._restored = found is not None
         return found
 
     def _kept_in(self, folder: Path) -> KeptRows:
@@ -219,6 +248,8 @@ class ReplayStore:
                 what=f"{name.replace('/', '.')} has the shape {list(array.shape)}; it must be {list(want)}",
                 do="give one row for each slot",
             )
+        if array.dtype.kind not in "biuf":
+            raise ShapeError(what=f"{name.replace('/', '.')} is {array.dtype}; it must be numbers", do="give one row for each slot")  # fmt: skip
         array = np.broadcast_to(array, want)
         if name.startswith("obs/"):  # unsigned ones are kept under the signed type of their width
             kept = next(leaf for leaf in self.spec.observation if leaf.name == name[4:])
@@ -230,7 +261,7 @@ class ReplayStore:
     def _states(self, state: State | None, count: int) -> list[Tensor]:
         if state is None:
             return [leaf.expand(count, *leaf.shape[1:]) for leaf in self._initial]
-        given = leaves(state)
+        given = [leaf if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf)) for leaf in _state_leaves(state)]  # fmt: skip
         if len(given) != len(self._initial):
             raise ShapeError(what=f"the state has {len(given)} leaves; it must have {len(self._initial)}", do="give a state of the nest that the store was made with")  # fmt: skip
         for number, (leaf, like) in enumerate(zip(given, self._initial, strict=True)):
@@ -242,6 +273,21 @@ class ReplayStore:
                 )  # fmt: skip
         return [leaf.to(self.device) for leaf in given]
 
+    def _seats(self, slots: np.ndarray | None) -> np.ndarray:
+        self._require_open()
+        return seats(slots, self.num_slots)
+
+    def _require_open(self) -> None:
+        if self.retired:
+            raise ConfigError(what="this policy was retired, and its rows are gone", where="shards", do="use another shard")  # fmt: skip
+
+    def _as_spaces(self, batch: Batch) -> Batch:
+        """Observations in the dtypes of their spaces, where torch stores their bits under another name."""
+        if not self._views:
+            return batch
+        obs = {name: leaf.view(self._views[name]) if name in self._views else leaf for name, leaf in batch.obs.items()}  # fmt: skip
+        return batch._replace(obs=obs)
+
     def _on_device(self, array: np.ndarray) -> Any:
         if self._storage.arrays is not None:
             return array
@@ -252,6 +298,56 @@ def _memory(plan: StorePlan, device: torch.device) -> BlockStorage:
     require_room(device, plan.blocks.nbytes + plan.control.nbytes, plan.blocks.num_rows)
     memory = torch.from_numpy(np.zeros(plan.blocks.nbytes, np.uint8)).to(device)
     return BlockStorage(plan.blocks, memory)
+
+
+def seats(slots: Any, num_slots: int) -> np.ndarray:
+    """`slots` as int64 [B]; None: all. Raises: ShapeError when they are no slots, or one stands there twice."""
+    if slots is None:
+        return np.arange(num_slots)
+    at = _host(slots)
+    wrong = at.ndim != 1 or (at.size and at.dtype.kind not in "iu")
+    if wrong or (
+        at.size and (at.min() < 0 or at.max() >= num_slots or np.unique(at).size < at.size)
+    ):
+        shown = at.tolist() if at.size <= 8 else f"{at.dtype} {list(at.shape)}"
+        raise ShapeError(what=f"slots are {shown}", where="slots", do=f"give numbers below {num_slots} in one dimension, each once")  # fmt: skip
+    return at.astype(np.int64)
+
+
+def _one_each(name: str, values: Any, count: int) -> np.ndarray:
+    array = _host(values)
+    if array.shape not in ((), (1,), (count,)) or array.dtype.kind not in "biuf":
+        raise ShapeError(what=f"{name} is {array.dtype} {list(array.shape)}; it must be [{count}]", do="give one for each slot, or one for all")  # fmt: skip
+    return np.broadcast_to(array, (count,))
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(what=f"there is no device '{name}'", where="device", do="use cpu, cuda or cuda:N") from None  # fmt: skip
+    return require_device(str(device), "device")
+
+
+def _check_extras(extras: RowSpecs) -> None:
+    for name, about in extras.items():
+        dtype, shape = about if isinstance(about, tuple) and len(about) == 2 else (None, None)
+        plain = isinstance(dtype, torch.dtype) and isinstance(shape, tuple)
+        if not plain or dtype in (torch.bfloat16, torch.uint16, torch.uint32, torch.uint64):
+            raise ConfigError(
+                what=f"the extra '{name}' is {about!r}", where="extras",
+                do="give a torch dtype (float32, float16, int64, uint8, bool, ...) and a shape: (torch.float32, (18,))",
+            )  # fmt: skip
+
+
+def _state_leaves(state: Any) -> list[Any]:
+    if isinstance(state, np.ndarray):
+        return [state]
+    if isinstance(state, dict):
+        return [leaf for key in sorted(state) for leaf in _state_leaves(state[key])]
+    if isinstance(state, tuple | list):
+        return [leaf for part in state for leaf in _state_leaves(part)]
+    return [state]
 
 
 def _close(reader: ReplayReader, *fds: int) -> None:
@@ -284,5 +380,8 @@ def _by_leaf(what: str, values: Any, names: list[str]) -> dict[str, Any]:
 
 
 def _host(values: Any) -> np.ndarray:
-    array: np.ndarray = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)  # fmt: skip
+    try:
+        array: np.ndarray = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)  # fmt: skip
+    except (ValueError, TypeError) as error:
+        raise ShapeError(what=f"no array can be made of it: {error}", do="give an array, or a tensor") from None  # fmt: skip
     return array

@@ -13,6 +13,7 @@ what was there before. A slot's run stays open in a shard that it leaves, and go
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from gymnasium import Space
 from torch import Tensor
 
 from seedrl.errors import CheckpointError, ConfigError, ShapeError
-from seedrl.replay import Pool, ReplayStore
+from seedrl.replay import Pool, ReplayStore, _one_each, seats
 from seedrl.store.blocks import BlockStorage, RowSpecs
 from seedrl.store.state import State, leaves, rebuild
 
@@ -61,7 +62,7 @@ class Shards(Mapping[str, ReplayStore]):
         storage = BlockStorage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device))
         self._pool = Pool(storage)
         self._pool.take(open_blocks)  # the capacity counts them
-        self.num_slots, self._every, self._state = num_slots, np.arange(num_slots), state
+        self.num_slots = num_slots
         self._stores: dict[str, ReplayStore] = {}
         self._names: list[str] = []  # by number, for good
         self._settings: dict[str, dict[str, Any]] = {}
@@ -79,9 +80,11 @@ class Shards(Mapping[str, ReplayStore]):
         Args: settings: of `ReplayStore` (`mode`, `capacity`, `samples_per_insert`, `max_lag`, `batch_size`, `seed`, ...).
         Raises: ConfigError when there is one of that name, or no room for it.
         """
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise ConfigError(what=f"{name!r} is no name of a policy", where="add", do="use letters, digits, '_', '-' and '.'")  # fmt: skip
         if name in self._names:
             raise ConfigError(what=f"there is or was a policy '{name}' already", where="add", do="give it another name")  # fmt: skip
-        for key in _LENGTHS:
+        for key in (*_LENGTHS, *self._common, "pool"):
             if key in settings:
                 raise ConfigError(
                     what=f"{key} is of all shards", where=key, do="give it to Shards()"
@@ -108,6 +111,7 @@ class Shards(Mapping[str, ReplayStore]):
         self._frozen.pop(name, None)
         assert store.blocks is not None
         self._pool.give_back(store.blocks)
+        store.retired = True
 
     def __getitem__(self, name: str) -> ReplayStore:
         if name not in self._stores:
@@ -138,7 +142,7 @@ class Shards(Mapping[str, ReplayStore]):
         return found
 
     def append(
-        self, *, policies: Sequence[int] | np.ndarray, slots: np.ndarray | None = None, state: State | None = None,
+        self, *, policies: Sequence[int] | np.ndarray, first: Any, slots: np.ndarray | None = None, state: State | None = None,
         extras: Mapping[str, Any] | None = None, **columns: Any,
     ) -> dict[str, int]:  # fmt: skip
         """Appends one row to each slot, in the shard of the policy that acts there.
@@ -155,11 +159,12 @@ class Shards(Mapping[str, ReplayStore]):
                 what=f"no row of '{name}' may be appended now: {reason}", where="append",
                 do="sample from its shard first; held_back() says so beforehand",
             )  # fmt: skip
-        first = np.broadcast_to(np.asarray(columns["first"], bool), at.shape)
-        moved = (self._last[at] != numbers) & ~first  # within an episode
+        moved = (self._last[at] != numbers) & ~_one_each("first", first, at.size).astype(
+            bool
+        )  # within an episode
         self._last[at] = -1
         stored = {}
-        given = {**columns, "extras": dict(extras or {})}
+        given = {**columns, "first": first, "extras": dict(extras or {})}
         for name, rows in self._by_shard(numbers, counts=True):
             store, mine = self._stores[name], at[rows]
             self._last[mine] = numbers[rows]
@@ -175,7 +180,7 @@ class Shards(Mapping[str, ReplayStore]):
         self, policies: Sequence[int] | np.ndarray, slots: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.asarray(policies, np.int64)
-        at = self._every if slots is None else np.asarray(slots, np.int64)
+        at = seats(slots, self.num_slots)
         if numbers.shape != at.shape:
             raise ShapeError(what=f"policies has the shape {list(numbers.shape)}; it must be {list(at.shape)}", do="give one number for each slot")  # fmt: skip
         wrong = (numbers < 0) | (numbers >= len(self._names))
@@ -213,6 +218,7 @@ class Shards(Mapping[str, ReplayStore]):
     def save(self, folder: Path | str) -> None:
         """Writes what every shard keeps into `folder`. Raises: ConfigError when one keeps nothing (queue)."""
         folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, store in self._stores.items():
             store.save(folder / name)
         table = {

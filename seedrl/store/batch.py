@@ -18,6 +18,7 @@ from seedrl.store.blocks import BlockStorage
 from seedrl.store.state import State, leaves, rebuild
 
 _LARGE_BYTES = 1 << 18  # beyond which memory is not the allocator's own
+_SIZES = 8  # of arrays that are kept
 _POOLED = 4  # batches that somebody may hold at a time and still find memory
 _UNHELD = 2  # references to an array in the pool's list that nobody else holds, its own as an argument included
 
@@ -130,7 +131,10 @@ class _Buffers:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
-        pool = self._pool.setdefault(nbytes, [])
+        pool = self._pool.pop(nbytes, [])
+        self._pool[nbytes] = pool  # the last one asked for
+        if len(self._pool) > _SIZES:
+            del self._pool[next(iter(self._pool))]
         at = next((i for i in range(len(pool)) if sys.getrefcount(pool[i]) == _UNHELD), None)
         if at is None:
             if len(pool) == _POOLED:

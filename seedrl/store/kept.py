@@ -50,6 +50,7 @@ class KeptRows:
         self._rows = np.zeros(layout.num_blocks, np.int64)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._mine = False  # whether what is in the folder is of this store
 
     # ---------------------------------------------------------------------------------------------------------- save
 
@@ -104,11 +105,15 @@ class KeptRows:
         leaves = {leaf.name: [str(leaf.dtype), *leaf.shape] for leaf in (*layout.rows, *layout.states)}  # fmt: skip
         rule = vars(layout.rule)
         mine = zlib.crc32(np.array(sorted(self._reader.blocks or ()), np.int64).tobytes())
-        return {"format": _FORMAT, "share": mine, "leaves": leaves, "rule": rule, "blocks": layout.num_blocks, "slots": self._reader._layout.num_slots}  # fmt: skip
+        kind = type(self._reader.selector).__name__
+        return {"format": _FORMAT, "share": mine, "selector": kind, "leaves": leaves, "rule": rule, "blocks": layout.num_blocks, "slots": self._reader._layout.num_slots, "announcements": self._reader._layout.capacity}  # fmt: skip
 
     def _write(self, index: dict[str, np.ndarray], blocks: np.ndarray, rows: np.ndarray) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not self._mine:  # its blocks are written over: an index of others' would mix them
+                (self.folder / _INDEX).unlink(missing_ok=True)
+                self._mine = True
             generations = index["generations"]
             flags = os.O_RDWR | os.O_CREAT
             fd = os.open(self.folder / _BLOCKS, flags, 0o644)
@@ -132,7 +137,7 @@ class KeptRows:
     def _write_block(self, fd: int, block: int, generation: int) -> bool:
         """False, and nothing is written, where the block was overwritten meanwhile: the index has its generation from before."""
         data = b"".join(
-            leaf[block * count : (block + 1) * count].cpu().numpy().tobytes() for leaf, count in self._parts
+            leaf[block * count : (block + 1) * count].reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for leaf, count in self._parts
         )  # fmt: skip
         header = np.array([generation, zlib.crc32(data)], np.int64).tobytes()
         if self._reader._control.blocks[block] != generation:
@@ -153,9 +158,25 @@ class KeptRows:
         try:
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 index = {name: file[name] for name in file.files}
-        except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            about = json.loads(str(index.pop("about")))
+            lacking = {*self._reader.state(), "bounds", "counters", "items", "generations"} - set(
+                index
+            )
+            if about.get("format") == _FORMAT and lacking:
+                raise ValueError(f"there is no {sorted(lacking)[0]}")
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OSError,
+            EOFError,
+            zlib.error,
+            zipfile.BadZipFile,
+        ) as error:
             raise CheckpointError(what=f"the index of the kept rows cannot be read: {error}", where=str(path), do=_APART) from None  # fmt: skip
-        self._compare(json.loads(str(index.pop("about"))), path)
+        self._compare(about, path)
+        self._mine = True
         control, reader = self._reader._control, self._reader
         tail, seen = index.pop("bounds").tolist()
         generations = index.pop("generations")

@@ -71,7 +71,7 @@ class StorePlan:
         """
         rule, ring = unroll_rule(replay, learner), replay.mode != "queue"
         if ring:
-            num_blocks = _ring_blocks(replay, rule, num_slots)
+            num_blocks = _ring_blocks(replay, rule, learner.batch_size, num_slots)
         else:
             num_blocks = _queue_blocks(replay, learner.batch_size, rule, num_slots)
         layout = BlockLayout.of(spec, stored_actions, state_leaves, num_blocks, rule, extras)
@@ -141,7 +141,7 @@ class StorePlan:
     ) -> Tiers:
         return Tiers(
             storage, Control(self.control, memory), *self.replay.bytes_behind, compresses=self.replay.compress, folder=folder,
-            batch_size=self.batch_size, state_like=state_like, cross_episodes=self.replay.cross_episodes,
+            num_slots=self.control.num_slots, batch_size=self.batch_size, state_like=state_like, cross_episodes=self.replay.cross_episodes,
         )  # fmt: skip
 
     def _remover(self, storage: BlockStorage) -> Remover:
@@ -163,7 +163,9 @@ class StorePlan:
                 Schedule(replay.importance_exponent, replay.importance_exponent_end),
             )
             return Prioritized(capacity, self.seed, *exponents, replay.weights_over == "store")
-        if self.replay.max_uses_or_default is not None:  # those used up are not even tried
+        if self.replay.max_uses_or_default is not None or any(
+            self.replay.bytes_behind
+        ):  # those that are gone are tried once
             return Prioritized(capacity, self.seed, Schedule(0.0), Schedule(0.0), False)
         return Uniform(self.seed)
 
@@ -192,10 +194,16 @@ def _queue_blocks(replay: Replay, batch_size: int, rule: UnrollRule, num_slots: 
     return capacity // rule.block_length
 
 
-def _ring_blocks(replay: Replay, rule: UnrollRule, num_slots: int) -> int:
+def _ring_blocks(replay: Replay, rule: UnrollRule, batch_size: int, num_slots: int) -> int:
     """Those of every slot's open unrolls come on top of the capacity."""
     capacity, open_blocks = replay.capacity, num_slots * rule.blocks_held
     assert capacity is not None, "replay_contradictions() asks for one"
+    uses = replay.max_uses_or_default
+    if uses is not None and capacity < (rows := (-(-batch_size // uses) - 1) * rule.stride + rule.num_rows):  # fmt: skip
+        raise ConfigError(
+            what=f"replay.capacity {capacity} rows hold fewer unrolls than a batch of {batch_size} takes, each at most {uses} times",
+            where="replay.capacity, learner.batch_size", do=f"set at least {rows} rows, or lower learner.batch_size",
+        )  # fmt: skip
     fewest = (replay.min_fill or 0) + rule.num_rows
     if capacity < fewest:
         raise ConfigError(

@@ -181,6 +181,13 @@ class RingReader(ReplayReader):
 
     def _usable(self, count: int) -> tuple[Entries | None, np.ndarray | None]:
         """Up to `count` unrolls that are whole now, and their weights; no entries when nothing is left to draw."""
+        entries, weights = self._candidates(count)
+        if entries is not None:
+            self._use(entries.numbers)
+        return entries, weights
+
+    def _candidates(self, count: int) -> tuple[Entries | None, np.ndarray | None]:
+        """The same, without a use."""
         numbers, weights = self.selector.draw(count, self._tail, self._seen)
         if not numbers.size:
             return None, None
@@ -193,7 +200,6 @@ class RingReader(ReplayReader):
             self.selector.remove(numbers[~there | self._used_up(numbers)])
             entries = Entries(*(part[good] for part in entries))
             weights = None if weights is None else weights[good]
-        self._use(entries.numbers)
         return entries, weights
 
     def _within_uses(self, numbers: np.ndarray) -> np.ndarray:
@@ -383,11 +389,14 @@ class RingReader(ReplayReader):
 
     def state(self) -> dict[str, np.ndarray]:
         """What the next draws depend on beside the rows, as arrays."""
-        return {"uses": self._uses.copy(), "oldest_version": self._oldest_version.copy(), **self.selector.state()}  # fmt: skip
+        return {
+            "uses": self._uses.copy(), "oldest_version": self._oldest_version.copy(), "forgiven": np.array(self.forgiven), **self.selector.state(),
+        }  # fmt: skip
 
     def load_state(self, state: dict[str, np.ndarray], tail: int, seen: int) -> None:
         """Goes on from `state`, of another reader of the same sizes."""
         self._uses[:], self._oldest_version[:] = state["uses"], state["oldest_version"]
+        self.forgiven = int(state["forgiven"])
         self.selector.load_state(state)
         self._tail, self._seen = tail, seen
         self._began, self._drawn_before = seen, int(self._control.learner[LEARNED_ROWS])

@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from seedrl.store.sum_tree import SumTree, importance_weights
+from seedrl.store.sum_tree import SumTree, check_priorities, importance_weights
 
 _FLOOR = 1e-6  # of a priority, so that nothing is never drawn again
+_CEILING = 1e28  # raised to the highest exponent, and summed up, it is still a number
 _ALPHA_STEP = 0.005  # by which the exponent has moved before the whole tree is raised to it anew
 
 
@@ -182,7 +183,8 @@ class Prioritized:
 
     def update(self, numbers: np.ndarray, priorities: np.ndarray) -> None:
         if numbers.size:
-            raised = np.maximum(priorities, _FLOOR)
+            check_priorities("item", numbers, priorities)
+            raised = np.clip(np.asarray(priorities, np.float64), _FLOOR, _CEILING)
             self._set(numbers, raised)
             self.largest = max(self.largest, float(raised.max()))
 
@@ -205,14 +207,12 @@ class Prioritized:
     def state(self) -> dict[str, np.ndarray]:
         return {
             "random": _random(self.rng), "priorities": self.priorities.copy(), "largest": np.array(self.largest),
-            "exponents": np.array([self.alpha, self.beta]),
         }  # fmt: skip
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         _set_random(self.rng, state["random"])
         self.priorities[:] = state["priorities"]
         self.largest = float(state["largest"])
-        self.alpha, self.beta = state["exponents"].tolist()
         self._raise_all()
 
 

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from seedrl import host
+from seedrl.errors import ConfigError
 from seedrl.store.batch import Batch, Gather
 from seedrl.store.blocks import BlockLayout, BlockStorage
 from seedrl.store.codec import Codec
@@ -36,6 +38,14 @@ def rows_behind(layout: BlockLayout, nbytes: int, compresses: bool) -> int:
     """How many rows so many bytes may hold, at most."""
     plain = layout.nbytes // layout.num_blocks
     return nbytes // plain * layout.rule.block_length * (EXPANSION if compresses else 1)
+
+
+def _array(rows: Tensor) -> np.ndarray:
+    """On the host; what NumPy has no name for by its bits."""
+    if rows.dtype is torch.bfloat16:
+        rows = rows.view(torch.int16)
+    found: np.ndarray = rows.cpu().numpy()
+    return found
 
 
 class Arena:
@@ -101,7 +111,7 @@ class Tiers:
 
     def __init__(
         self, storage: BlockStorage, control: Control, host_bytes: int, file_bytes: int, *, compresses: bool, folder: Path | None,
-        batch_size: int, state_like: State, cross_episodes: bool,
+        num_slots: int, batch_size: int, state_like: State, cross_episodes: bool,
     ) -> None:  # fmt: skip
         self._storage, self._control, layout = storage, control, storage.layout
         rule = layout.rule
@@ -112,6 +122,12 @@ class Tiers:
         )
         folder = folder or Path(tempfile.gettempdir())
         self._arenas = [Arena(size, None if i == 0 else folder) for i, size in enumerate((host_bytes, file_bytes)) if size]  # fmt: skip
+        largest = layout.nbytes // layout.num_blocks + 8 * len(self._leaves)
+        for name, size in (("host_gib", host_bytes), ("file_gib", file_bytes)):
+            if 0 < size < 2 * largest:
+                raise ConfigError(
+                    what=f"replay.{name} is {size} bytes, and a block {largest}", where=f"replay.{name}", do=f"set it to {2 * largest / (1 << 30):.2g} or more, or to 0",
+                )  # fmt: skip
         records = rows_behind(layout, host_bytes + file_bytes, compresses) // rule.block_length
         # where the record of a block's generation is: by the generation modulo as many as may be there
         self._ways = records // layout.num_blocks + 3
@@ -121,6 +137,9 @@ class Tiers:
         self._asked = np.full(
             layout.num_blocks, -1, np.int64
         )  # the newest generation that was to be copied
+        self._latest = np.full(
+            (num_slots, 2, rule.blocks_held), -1, np.int64
+        )  # blocks and generations of each slot's newest unroll
         self._waiting: deque[tuple[int, int]] = deque()
         self._copying = False
         self._lock, self._work, self._over = threading.Lock(), threading.Semaphore(0), False
@@ -135,8 +154,11 @@ class Tiers:
 
     # --------------------------------------------------------------------------------------------------------- copying
 
-    def admit(self, rows: np.ndarray, blocks: np.ndarray, generations: np.ndarray) -> None:
-        """Has those blocks copied that new unrolls show to be full: rows int64 [n, R], blocks and generations int64 [n, k].
+    def admit(
+        self, rows: np.ndarray, slots: np.ndarray, blocks: np.ndarray, generations: np.ndarray
+    ) -> None:
+        """Has those blocks copied that new unrolls, in their order, show to be full, or left: rows int64 [n, R], slots int64 [n],
+        blocks and generations int64 [n, k].
 
         Raises: whatever has ended the thread that copies: a full disk, say.
         """
@@ -145,9 +167,20 @@ class Tiers:
         last = rows[:, -1] % self._storage.layout.rule.block_length
         full = blocks != blocks[:, -1:]
         full |= (last == self._storage.layout.rule.block_length - 1)[:, None]
-        wanted = full & (generations > self._asked[blocks])
+        # those of the slot's unroll before that this one does not read: its run went on elsewhere, or ended
+        order = np.argsort(slots, kind="stable")
+        same = np.r_[False, slots[order][1:] == slots[order][:-1]]
+        before = self._latest[slots]  # [n, 2, k]
+        before[order[same]] = np.stack([blocks, generations], 1)[order[np.flatnonzero(same) - 1]]
+        self._latest[slots[order]] = np.stack([blocks, generations], 1)[
+            order
+        ]  # the last one counts
+        left = ~(before[:, 0, :, None] == blocks[:, None, :]).any(2) & (before[:, 0] >= 0)
+        both = np.concatenate([blocks[full], before[:, 0][left]])
+        both_generations = np.concatenate([generations[full], before[:, 1][left]])
+        wanted = both_generations > self._asked[both]
         if wanted.any():
-            found = np.unique(np.stack([blocks[wanted], generations[wanted]], 1), axis=0)
+            found = np.unique(np.stack([both[wanted], both_generations[wanted]], 1), axis=0)
             there = self._control.blocks[found[:, 0]] == found[:, 1]
             self.lost_blocks += int(np.count_nonzero(~there))
             found = found[there]
@@ -174,7 +207,7 @@ class Tiers:
         if self._control.blocks[block] != generation:
             self.lost_blocks += 1
             return
-        leaves = [leaf[block * count : (block + 1) * count].cpu().numpy() for leaf, count in self._leaves]  # fmt: skip
+        leaves = [_array(leaf[block * count : (block + 1) * count]) for leaf, count in self._leaves]
         record = self._codec.encode(leaves)
         if self._control.blocks[block] != generation:  # written to meanwhile
             self.lost_blocks += 1
@@ -185,6 +218,7 @@ class Tiers:
     def _put(self, number: int, record: bytes, block: int, generation: int) -> None:
         arena, way = self._arenas[number], generation % self._ways
         if len(record) > arena.nbytes:
+            self._forget(block, generation)
             return
         begin, gone = arena.write(record)
         for place, size, old_block, old_generation in gone:
@@ -194,12 +228,17 @@ class Tiers:
             if there and number + 1 < len(self._arenas):
                 self._put(number + 1, bytes_of, old_block, old_generation)
             elif there:
-                with self._lock:
-                    self._generation[old_block, old_generation % self._ways] = -1
+                self._forget(old_block, old_generation)
         with self._lock:
             arena.put(begin, record, block, generation)
             self._arena[block, way], self._begin[block, way], self._size[block, way] = number, begin, len(record)  # fmt: skip
             self._generation[block, way] = generation
+
+    def _forget(self, block: int, generation: int) -> None:
+        way = generation % self._ways
+        with self._lock:
+            if self._generation[block, way] == generation:
+                self._generation[block, way] = -1
 
     def _at(self, number: int, block: int, generation: int, begin: int) -> bool:
         way = generation % self._ways
@@ -237,7 +276,7 @@ class Tiers:
         """Fills the first `reach` rows of a block of the stage from its record, or from the device where it still is."""
         stage = [*self._stage.rows.values(), *self._stage.states]
         counts = [count for _, count in self._leaves]
-        into = [leaf[staged * count : (staged + 1) * count].numpy() for leaf, count in zip(stage, counts, strict=True)]  # fmt: skip
+        into = [_array(leaf[staged * count : (staged + 1) * count]) for leaf, count in zip(stage, counts, strict=True)]  # fmt: skip
         way = generation % self._ways
         with self._lock:
             there = self._generation[block, way] == generation
@@ -248,7 +287,7 @@ class Tiers:
                 return True
         for leaf, (source, count) in zip(into, self._leaves, strict=True):
             needed = min(reach, count)
-            leaf[:needed] = source[block * count : block * count + needed].cpu().numpy()
+            leaf[:needed] = _array(source[block * count : block * count + needed])
         return bool(self._control.blocks[block] == generation)
 
     def figures(self) -> dict[str, float]:

@@ -84,6 +84,7 @@ def test_exponents_move_evenly_over_the_run() -> None:
         assert selector.tree.total == pytest.approx(expected.sum())
     other = Prioritized(8, 1, Schedule(0.4, 0.8), Schedule(0.4, 1.0), False)
     other.load_state(selector.state())
+    other.set_progress(2.0)  # the learner says how far it is before it draws
     for mine, theirs in zip(selector.draw(16, 0, 4), other.draw(16, 0, 4), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
