@@ -67,28 +67,46 @@ def _columns(store: ReplayStore, rows: np.ndarray) -> Run:
 def add_runs(store: ReplayStore, runs: Iterable[Run]) -> int:
     """Appends runs, as many at a time as there are slots; returns their rows.
 
+    A run that begins an episode follows the one before in its slot, as episodes follow each other there. After the last one come rows
+    that are marked `first`, of which nothing is learnt, until its last transition is in an unroll.
+
     Raises: ConfigError when the store holds them back: with queue, or a ratio.
     """
     waiting, added = iter(runs), 0
     open_runs: dict[int, tuple[Run, int]] = {}
     idle, over = list(range(store.num_slots)), False
+    latest: dict[int, Run] = {}  # each slot's last one that has ended
     while True:
         while idle and not over:
             run = next(waiting, None)
             if run is None:
                 over = True
             elif run["reward"].size:
-                open_runs[idle.pop()] = (run, 0)
+                slot = idle.pop()
+                if slot in latest and not run["flags"][0, 2]:
+                    _fill_up(store, slot, latest.pop(slot))
+                open_runs[slot] = (run, 0)
         if not open_runs:
+            for slot, run in latest.items():
+                _fill_up(store, slot, run)
             return added
         slots = sorted(open_runs)
         _append(store, np.array(slots), [open_runs[slot] for slot in slots])
         added += len(slots)
         ended = [slot for slot in slots if open_runs[slot][1] + 1 == open_runs[slot][0]["reward"].size]  # fmt: skip
+        latest |= {slot: open_runs[slot][0] for slot in ended}
         open_runs = {slot: (run, at + 1) for slot, (run, at) in open_runs.items() if slot not in ended}  # fmt: skip
-        if ended:
-            store.end(np.array(ended))
-            idle += ended
+        idle += ended
+
+
+def _fill_up(store: ReplayStore, slot: int, run: Run) -> None:
+    """Rows without transitions, until the run's last one is in an unroll; then the run is at its end."""
+    filler = {name: column[-1:].copy() for name, column in run.items()}
+    filler["flags"][:] = (0, 0, 1, 0)
+    filler["reward"][:] = 0
+    for _ in range(store.plan.blocks.rule.unroll_length):
+        _append(store, np.array([slot]), [(filler, 0)])
+    store.end(np.array([slot]))
 
 
 def _append(store: ReplayStore, slots: np.ndarray, rows: list[tuple[Run, int]]) -> None:

@@ -123,6 +123,7 @@ class ReplayStore:
         self._actions = [leaf.name for leaf in self.spec.action]
         self.extra_names = list(extras or {})
         self._rows, self._restored = 0, False
+        self._behind = any(self.plan.replay.bytes_behind)
         self._views = {
             leaf.name: getattr(torch, leaf.dtype) for leaf in self.spec.observation if torch_dtype(leaf.dtype) != getattr(torch, leaf.dtype)
         }  # fmt: skip
@@ -161,7 +162,10 @@ class ReplayStore:
         columns["version"] = self._on_device(_one_each("version", version, count).astype(np.int64))
         states = self._states(state, count)
         self._rows += count
-        return self._writer.append(at, columns, states)
+        stored = self._writer.append(at, columns, states)
+        if stored and self._behind:
+            self._reader._take_in()  # type: ignore[attr-defined]  # what is full is copied, drawn from or not
+        return stored
 
     def end(self, slots: np.ndarray | None = None) -> int:
         """Ends the runs of `slots` (all): what comes next there does not follow what was. Returns: rows that no unroll was made of."""

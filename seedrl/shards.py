@@ -80,7 +80,7 @@ class Shards(Mapping[str, ReplayStore]):
         Args: settings: of `ReplayStore` (`mode`, `capacity`, `samples_per_insert`, `max_lag`, `batch_size`, `seed`, ...).
         Raises: ConfigError when there is one of that name, or no room for it.
         """
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or name in (*self._unstored, "free_rows"):  # fmt: skip
             raise ConfigError(what=f"{name!r} is no name of a policy", where="add", do="use letters, digits, '_', '-' and '.'")  # fmt: skip
         if name in self._names:
             raise ConfigError(what=f"there is or was a policy '{name}' already", where="add", do="give it another name")  # fmt: skip

@@ -76,12 +76,17 @@ def test_a_file_of_rows_brings_the_same_rows_into_another_store(tmp_path: Path) 
     other = a_store(slots=2)
     assert load_npz(other, tmp_path / "rows.npz") == count
     mine, theirs = list(kept_runs(store)), list(kept_runs(other))
-    assert len(mine) == len(theirs) == 3
-    for run in theirs:
-        (same,) = [one for one in mine if one["obs/observation.count"][0] == run["obs/observation.count"][0]]  # fmt: skip
+    assert len(mine) == 3 and len(theirs) == 2, (
+        "one that begins an episode follows another one in its slot"
+    )
+    for run in mine:
+        count = len(run["reward"])
+        (there, at), *others = [
+            (one, at) for one in theirs for at in np.flatnonzero(one["obs/observation.count"] == run["obs/observation.count"][0]) if at + count <= len(one["reward"])
+        ]  # fmt: skip
+        assert not others
         for name, column in run.items():
-            np.testing.assert_array_equal(column, same[name][: len(column)])
-        assert len(same["reward"]) - len(run["reward"]) < 2
+            np.testing.assert_array_equal(there[name][at : at + count], column)
 
 
 def test_a_file_of_other_spaces_or_of_no_rows_is_refused_by_name(tmp_path: Path) -> None:
@@ -126,12 +131,20 @@ def test_a_minari_dataset_has_the_episodes_that_were_played(minari: Any) -> None
         assert episode.terminations.tolist() == [False] * 8 + [True]
     other = a_store(slots=4)
     assert from_minari(other, minari.load_dataset("tests/rows-v0")) == 60 * 10
-    mine = sorted(run["obs/observation.count"][0] for run in kept_runs(other))
-    assert len(mine) == 60
-    for run in kept_runs(other):
-        assert run["obs/observation.step"].tolist() == list(range(9))  # of ten rows, two strides of two behind four  # fmt: skip
-        assert run["action/action.0"][:8].tolist() == [at % 5 for at in range(8)]
-        assert run["flags"][:, 2].tolist() == [1] + [0] * 8
+    found: dict[tuple[int, int], int] = {}
+    runs = list(kept_runs(other))
+    assert len(runs) == 4  # episodes follow each other in their slots
+    for run in runs:
+        step, first = run["obs/observation.step"], run["flags"][:, 2].astype(bool)
+        assert ((step[1:] == step[:-1] + 1) | first[1:]).all()
+        filler = first & (step > 0)
+        np.testing.assert_array_equal(run["action/action.0"][~filler & (step < 9)], step[~filler & (step < 9)] % 5)  # fmt: skip
+        for count, number, ended in zip(run["obs/observation.count"][~filler].tolist(), step[~filler].tolist(), run["flags"][~filler, 0].tolist(), strict=True):  # fmt: skip
+            assert (number == 9) == bool(ended)
+            found[count, number] = found.get((count, number), 0) + 1
+    assert len(found) == 600 and set(found.values()) == {1}, (
+        "every row once, the last of each episode too"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Minari wishes for more metadata

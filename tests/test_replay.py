@@ -226,3 +226,80 @@ def test_a_device_is_appended_to_and_drawn_from_like_the_host(cross: bool) -> No
         for mine, theirs in zip(one, other, strict=True):
             for a, b in zip(*((part.values() if isinstance(part, dict) else part if isinstance(part, tuple) else [part]) for part in (mine, theirs)), strict=True):  # fmt: skip
                 assert a is b is None or np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(("slots", "said"), [
+    ([0, 0], "slots are [0, 0]"), ([0, 7], "slots are [0, 7]"), ([0, -1], "slots are [0, -1]"), ([[0, 1]], "slots are [[0, 1]]"), ([0.5, 1], "slots are"),
+])  # fmt: skip
+def test_slots_that_cannot_be_are_refused_by_name(slots: Any, said: str) -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100)
+    for do in (lambda: store.append(**a_row(2, 0, slots=np.array(slots))), lambda: store.end(np.array(slots)), lambda: store.held_back(np.array(slots))):  # fmt: skip
+        with pytest.raises(ShapeError, match=re.escape(said)):
+            do()
+    assert store.stats()["appended_rows"] == 0
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    ({"first": np.zeros(3, bool)}, "first is bool [3]; it must be [2]"), ({"version": np.zeros(3)}, "version is float64 [3]"),
+    ({"obs": None}, "obs.observation is object"), ({"obs": "x"}, "obs.observation is <U1"), ({"obs": [[1, 2], [3]]}, "no array can be made of it"),
+])  # fmt: skip
+def test_columns_that_cannot_be_are_refused_by_name(row: dict[str, Any], said: str) -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100)
+    with pytest.raises(ShapeError, match=re.escape(said)):
+        store.append(**a_row(2, 0, **row))
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"num_slots": 0}, "num_slots is 0"), ({"seed": -1}, "seed is -1"), ({"device": "foo"}, "no device 'foo'"), ({"device": "cuda:9"}, "no device 'cuda:9'"),
+    ({"mode": "prioritized", "initial_priority": "acting"}, "no policy here"), ({"extras": {"e": (torch.bfloat16, ())}}, "the extra 'e'"),
+    ({"extras": {"e": (np.float32, ())}}, "the extra 'e'"), ({"extras": {"e": (torch.float32, 3)}}, "the extra 'e'"),
+    ({"mode": "recent", "capacity": 40, "unroll_length": 16}, "fewer unrolls than a batch of 32"),
+])  # fmt: skip
+def test_a_store_that_cannot_be_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ReplayStore(BOX, CHOICE, **{"num_slots": 2, "capacity": 100, **settings})
+
+
+def test_batches_and_priorities_that_cannot_be_are_refused_by_name() -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=2, capacity=100, mode="prioritized", samples_per_insert=1.0, unroll_length=4, batch_size=4)  # fmt: skip
+    for number in range(9):
+        store.append(**a_row(2, number))
+    for size in (0, -1, 2.5, 64):
+        with pytest.raises(ConfigError, match=f"a batch of {size} unrolls"):
+            store.sample(size)
+    batch = store.sample(4)
+    assert batch is not None
+    for items, priorities in ((batch.items, np.ones(3)), (batch.items, 1.0), (batch.items, ["a"] * 4), (batch.items.astype(float), np.ones(4))):  # fmt: skip
+        with pytest.raises(ShapeError, match="give batch.items"):
+            store.update_priorities(items, priorities)
+    store.update_priorities(batch.items.tolist(), torch.ones(4))
+
+
+@pytest.mark.parametrize("priority", [0.0, 1e-300, 1e300, 1.7e308, np.float32(1e30)])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 10.0])
+def test_any_finite_priority_can_be_drawn_by(priority: float, alpha: float) -> None:
+    store = ReplayStore(BOX, CHOICE, num_slots=1, capacity=200, mode="prioritized", unroll_length=4, priority_exponent=alpha, importance_exponent=1.0)  # fmt: skip
+    for number in range(101):
+        store.append(**a_row(1, number))
+    store.update_priorities(np.arange(25), np.full(25, priority))
+    batch = store.sample(16)
+    assert batch is not None and batch.weights is not None and batch.weights.tolist() == [1.0] * 16
+
+
+def test_unsigned_observations_come_back_as_they_are() -> None:
+    store = ReplayStore(spaces.Box(0, 65_535, (2,), np.uint16), CHOICE, num_slots=1, capacity=100, unroll_length=4)  # fmt: skip
+    for number in range(20):
+        store.append(**a_row(1, number, obs=np.full((1, 2), 40_000 + number)))
+    batch = store.sample(4)
+    assert batch is not None and batch.obs["observation"].dtype is torch.uint16
+    assert int(batch.obs["observation"].int().min()) >= 40_000
+
+
+def test_memory_for_batches_of_many_sizes_is_let_go() -> None:
+    store = ReplayStore(spaces.Box(0, 255, (84, 84), np.uint8), CHOICE, num_slots=1, capacity=400, unroll_length=40, batch_size=40)  # fmt: skip
+    for number in range(200):
+        store.append(**a_row(1, number, obs=np.zeros((1, 84, 84), np.uint8)))
+    for size in range(1, 41):
+        store.sample(size)
+    kept = store._reader._gather._buffers._pool
+    assert len(kept) <= 8 and max(kept) == 40 * 41 * 84 * 84

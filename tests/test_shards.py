@@ -207,3 +207,26 @@ def test_shards_go_on_after_a_restart_with_the_same_draws(tmp_path: Path) -> Non
 def test_what_cannot_be_is_refused_by_name(do: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=re.escape(said)):
         do(a_shards())
+
+
+def test_the_shard_of_a_retired_policy_gives_nobody_elses_rows() -> None:
+    shards = a_shards()
+    policies = [shards.add("a", capacity=14_400)]
+    Games(shards, policies).play(30)
+    held = shards["a"]
+    shards.retire("a")
+    for do in (held.sample, held.end, held.held_back, lambda: held.update_priorities(np.array([0]), np.ones(1))):  # fmt: skip
+        with pytest.raises(ConfigError, match="this policy was retired"):
+            do()
+
+
+@pytest.mark.parametrize("name", ["../evil", "", "free_rows", 3, ".hidden"])
+def test_a_name_that_cannot_be_a_folder_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match="no name of a policy"):
+        a_shards().add(name, capacity=100)
+
+
+@pytest.mark.parametrize("settings", [{"num_slots": 3}, {"device": "cpu"}, {"extras": {}}])
+def test_what_all_shards_share_is_not_given_to_one(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is of all shards"):
+        a_shards().add("x", capacity=100, **settings)

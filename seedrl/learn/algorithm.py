@@ -61,6 +61,10 @@ class Network:
 
     def over_unrolls(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(inputs float32 [R, B, P], values float32 [R, B]) of the rows behind the burn-in, which warms the state without gradient."""
+        return self.over_unrolls_with_extras(batch)[:2]
+
+    def over_unrolls_with_extras(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The same, and the policy's extra leaves as they are now, [R, B, ...] each; `batch.extras` has those of acting, burn-in included."""
         state, burn_in = batch.state, self.burn_in
         with torch.autocast(batch.reward.device.type, torch.bfloat16, enabled=self._bfloat16):
             if burn_in:
@@ -68,8 +72,8 @@ class Network:
                 with torch.no_grad():
                     state = self.policy(self._obs(warm), state, batch.first[:burn_in])[2]
             rows = {name: leaf[burn_in:] for name, leaf in batch.obs.items()}
-            inputs, values = self.policy(self._obs(rows), state, batch.first[burn_in:])[:2]
-        return inputs.float(), self._scaled(values.float())
+            inputs, values, _, *extras = self.policy(self._obs(rows), state, batch.first[burn_in:])
+        return inputs.float(), self._scaled(values.float()), extras[0] if extras else {}
 
     def over_rows(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(inputs [M, P], values [M]) of rows [M, ...] in any order, of a policy without state."""

@@ -311,7 +311,7 @@ class RingReader(ReplayReader):
             if gone.any():
                 self.selector.remove(numbers[gone])
             leading = int(np.argmin(gone)) if not gone.all() else numbers.size
-            stale = int(np.count_nonzero(whole[:leading] & ~fresh[:leading]))
+            stale = int(np.count_nonzero((whole & ~fresh & ~self._used_up(numbers))[:leading]))
             self._control.learner[STALE_ROWS] += stale * self._layout.rule.stride
             self._tail += leading
             if leading < numbers.size:
@@ -379,7 +379,7 @@ class RingReader(ReplayReader):
             "replay_rows": self.kept * stride, "samples_per_insert": (int(learner[SAMPLED]) - self.forgiven) / max(self._seen, 1),
             "forgiven_draws": self.forgiven,
             "redrawn_unrolls": self.redrawn, "missed_unrolls": self.missed, "late_priorities": self.dropped_priorities,
-            "stale_rows": int(learner[STALE_ROWS]),
+            "stale_rows": int(learner[STALE_ROWS]), **self.selector.figures(),
         }  # fmt: skip
 
     def bounds(self) -> tuple[int, int]:

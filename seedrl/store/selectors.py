@@ -47,6 +47,10 @@ class Selector(Protocol):
         """How much of the run is over, from 0 to 1."""
         ...
 
+    def figures(self) -> dict[str, float]:
+        """For the records."""
+        ...
+
     def state(self) -> dict[str, np.ndarray]:
         """What the next draws depend on."""
         ...
@@ -76,6 +80,9 @@ class Uniform:
 
     def set_progress(self, share: float) -> None:
         pass
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
     def state(self) -> dict[str, np.ndarray]:
         return {"random": _random(self.rng)}
@@ -119,6 +126,9 @@ class Recent:
 
     def set_progress(self, share: float) -> None:
         pass
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
     def state(self) -> dict[str, np.ndarray]:
         return {"open": self._open.copy(), "newest": np.array(self._newest)}
@@ -199,6 +209,9 @@ class Prioritized:
         if abs(alpha - self.alpha) >= _ALPHA_STEP or (share >= 1 and alpha != self.alpha):
             self.alpha = alpha
             self._raise_all()
+
+    def figures(self) -> dict[str, float]:
+        return {"priority_exponent": self.alpha, "importance_exponent": self.beta}
 
     def _raise_all(self) -> None:
         there = np.flatnonzero(self.priorities)

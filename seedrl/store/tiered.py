@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from seedrl.store.batch import Batch
+from seedrl.store.replay import WANTED
 from seedrl.store.ring import Entries, Part, RingReader
 from seedrl.store.tiers import Tiers
 
@@ -110,6 +111,11 @@ class TieredReader(RingReader):
             gone = numbers[~self._whole(self._entries(numbers))]
             if gone.size:
                 self.selector.remove(gone)
+
+    def want(self, batch_size: int) -> None:
+        super().want(batch_size)
+        # rings with every unroll: what is full must be copied, also while nothing may be drawn yet
+        self._control.learner[WANTED] = min(int(self._control.learner[WANTED]), self._seen + 1)
 
     def _held_by(self, batch_size: int) -> str | None:
         reason = super()._held_by(batch_size)

@@ -7,6 +7,7 @@ copied is lost, and counted. A record is known by its block and generation, as a
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
@@ -84,7 +85,8 @@ class Arena:
         if self._memory is not None:
             self._memory[begin : begin + len(record)] = np.frombuffer(record, np.uint8)
         else:
-            os.pwrite(self._fd, record, begin)
+            if os.pwrite(self._fd, record, begin) < len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._head = begin + len(record)
         self._records.append((begin, len(record), block, generation))
 

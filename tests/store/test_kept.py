@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from seedrl.errors import CheckpointError
+from seedrl.replay import ReplayStore
 from seedrl.store.kept import KeptRows
 from seedrl.store.limiter import Limiter
 from tests.tools.counting_store import CountingStore
@@ -229,3 +231,44 @@ def test_whatever_moment_it_is_killed_at_what_comes_back_is_whole(tmp_path: Path
             for _ in range(10):
                 store.check(store.reader.sample(20, timeout_s=0))
     assert max(n or 0 for n in found) > 50, found
+
+
+def test_an_index_of_others_is_not_mixed_with_blocks_that_are_written_over(tmp_path: Path) -> None:
+    """A fresh store writes where another one had; killed before its index, neither may be read as the other."""
+    store = a_store("uniform")
+    fill(store, 50)
+    written(store, tmp_path)
+    fresh = a_store("uniform")
+    fill(fresh, 30)
+    half = kept(fresh, tmp_path)
+    index, blocks, rows = half._snapshot()
+    # an index that cannot be written: as if it were killed there
+    half._write(index | {"about": np.array(object(), dtype=object)}, blocks, rows)
+    assert half._failure is not None
+    assert kept(a_store("uniform"), tmp_path).restore() is None
+
+
+@pytest.mark.parametrize(("there", "here"), [
+    ({}, {"mode": "prioritized"}), ({}, {"mode": "recent"}), ({}, {"max_uses": 2}), ({"mode": "prioritized"}, {}),
+    ({"mode": "prioritized"}, {"mode": "prioritized", "remover": "lowest_priority"}), ({}, {"host_gib": 1e-4}), ({"host_gib": 1e-4}, {}),
+])  # fmt: skip
+def test_rows_that_were_kept_in_another_way_are_refused_by_name(
+    there: dict[str, Any], here: dict[str, Any], tmp_path: Path
+) -> None:
+    spaces_ = (spaces.Box(-1, 1, (2,)), spaces.Discrete(2))
+    one, other = (ReplayStore(*spaces_, num_slots=1, **{"capacity": 200, "unroll_length": 4, **more}) for more in (there, here))  # fmt: skip
+    for number in range(100):
+        one.append(obs=np.zeros((1, 2)), action=0, reward=0.0, terminated=False, truncated=False, first=number == 0)  # fmt: skip
+    one.save(tmp_path)
+    with pytest.raises(CheckpointError, match="of another store|cannot be read: there is no"):
+        other.restore(tmp_path)
+
+
+def test_the_exponents_are_the_configurations_not_the_files(tmp_path: Path) -> None:
+    spaces_ = (spaces.Box(-1, 1, (2,)), spaces.Discrete(2))
+    stores = [ReplayStore(*spaces_, num_slots=1, capacity=200, mode="prioritized", priority_exponent=alpha) for alpha in (0.6, 0.0)]  # fmt: skip
+    for number in range(100):
+        stores[0].append(obs=np.zeros((1, 2)), action=0, reward=0.0, terminated=False, truncated=False, first=number == 0)  # fmt: skip
+    stores[0].save(tmp_path)
+    stores[1].restore(tmp_path)
+    assert stores[1].stats()["priority_exponent"] == 0.0

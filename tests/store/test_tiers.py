@@ -17,6 +17,7 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seedrl.dataset import kept_runs
 from seedrl.errors import ConfigError
 from seedrl.replay import ReplayStore
 from seedrl.store.tiers import Arena
@@ -148,7 +149,8 @@ def test_priorities_reach_what_is_behind() -> None:
 
 def test_a_block_that_was_overwritten_before_it_was_copied_is_lost_and_counted() -> None:
     store = a_store(host_gib=1_000_000 / GIB)
-    play(store, 0, 2000)  # nobody took anything in meanwhile
+    store._behind = False  # nobody takes anything in meanwhile
+    play(store, 0, 2000)
     store._reader._take_in()
     settle(store)
     for _ in range(5):
@@ -226,3 +228,85 @@ def test_a_restart_keeps_what_was_on_the_device_and_goes_on(tmp_path: Path) -> N
         assert min(first) > 700
     assert stores[1].stats()["tier_lost_blocks"] == 0
     assert min(check(stores[1].sample(16))) < 1800, "what has left since is there"
+
+
+@pytest.mark.parametrize("mode", ["recent", "uniform", "prioritized"])
+@pytest.mark.parametrize("sizes", [(4,), (4, 2, 1, 3)])
+def test_what_is_drawn_ahead_is_handed_out_once_and_never_lost(
+    mode: str, sizes: tuple[int, ...]
+) -> None:
+    store = a_store(1, capacity=200, mode=mode, max_uses=1, batch_size=4, host_gib=2_000_000 / GIB)
+    seen: list[int] = []
+    play(store, 0, 1)
+    for turn in range(150):
+        play(store, 1 + 8 * turn, 9 + 8 * turn)
+        settle(store)
+        for _ in range(turn % 3):
+            batch = store.sample(sizes[turn % len(sizes)])
+            if batch is not None:
+                check(batch)
+                seen += batch.items.tolist()
+    while (batch := store.sample(sizes[-1])) is not None or (batch := store.sample(1)) is not None:
+        seen += batch.items.tolist()
+    assert sorted(seen) == list(range(300))
+    assert store.stats()["redrawn_unrolls"] == store.stats()["tier_lost_blocks"] == 0
+
+
+def test_what_is_exported_is_what_lies_on_the_device() -> None:
+    store = a_store(1, host_gib=1_000_000 / GIB)
+    for begin in range(0, 1000, 50):
+        play(store, begin, begin + 50)
+        settle(store)
+    (run,) = kept_runs(store)
+    assert 190 <= run["reward"].size <= 250
+    np.testing.assert_array_equal(np.diff(run["reward"]), 1)
+
+
+def test_a_run_that_ended_within_a_block_is_copied_too() -> None:
+    store = a_store(1, block_length=16, host_gib=4_000_000 / GIB)
+    for number in range(3000):
+        play(store, number, number + 1)
+        if number % 10 == 9:
+            store.end()
+        if number % 50 == 0:
+            settle(store)
+    assert store.stats()["tier_lost_blocks"] == 0
+    assert store.stats()["kept_rows"] == 300 * 8, "each run's two unrolls of four"
+
+
+def test_nothing_is_lost_while_nothing_is_drawn() -> None:
+    store = a_store(host_gib=2_000_000 / GIB)
+    for begin in range(0, 1500, 20):
+        play(store, begin, begin + 20)
+        while not store._reader.tiers.idle():
+            time.sleep(0.001)
+    assert store.stats()["tier_lost_blocks"] == 0
+    assert store.stats()["kept_rows"] == 1496 * 2
+
+
+def test_the_draws_after_a_restart_are_those_that_would_have_come(tmp_path: Path) -> None:
+    stores = [a_store(1, capacity=2000, mode="prioritized", host_gib=1_000_000 / GIB) for _ in range(2)]  # fmt: skip
+    rng = np.random.default_rng(0)
+    for begin in range(0, 800, 40):
+        play(stores[0], begin, begin + 40)
+        batch = stores[0].sample(16)
+        stores[0].update_priorities(batch.items, rng.random(16).astype(np.float32) * 3)
+    stores[0].end()
+    stores[0].save(tmp_path)
+    stores[1].restore(tmp_path)
+    for _ in range(20):
+        one, two = (store.sample(16) for store in stores)
+        assert one.items.tolist() == two.items.tolist() and torch.equal(one.weights, two.weights)
+
+
+def test_a_tier_that_holds_no_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="file_gib is 100 bytes, and a block"):
+        a_store(host_gib=1_000_000 / GIB, file_gib=100 / GIB)
+
+
+def test_a_short_write_is_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arena = Arena(100, tmp_path)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 3)
+    with pytest.raises(OSError, match="No space left"):
+        arena.put(0, b"abcdef", 0, 0)
+    arena.close()
