@@ -27,9 +27,9 @@ from seedrl.config import Learner, Replay
 from seedrl.config_checks import replay_contradictions
 from seedrl.errors import ConfigError, ShapeError
 from seedrl.policy.heads import Heads
-from seedrl.spec import spec_from_spaces
+from seedrl.spec import RowSpecs, spec_from_spaces
 from seedrl.store.batch import Batch
-from seedrl.store.blocks import BlockStorage, RowSpecs, torch_dtype
+from seedrl.store.blocks import BlockStorage, torch_dtype
 from seedrl.store.kept import KeptRows
 from seedrl.store.memory import require_device, require_room
 from seedrl.store.plan import StorePlan
@@ -157,9 +157,9 @@ class ReplayStore:
         columns = {name: self._column(name, values, count) for name, values in given.items()}
         flags = np.zeros((count, 4), np.uint8)
         for column, (name, values) in enumerate({"terminated": terminated, "truncated": truncated, "first": first}.items()):  # fmt: skip
-            flags[:, column] = _one_each(name, values, count)
+            flags[:, column] = one_each(name, values, count)
         columns["flags"] = self._on_device(flags)
-        columns["version"] = self._on_device(_one_each("version", version, count).astype(np.int64))
+        columns["version"] = self._on_device(one_each("version", version, count).astype(np.int64))
         states = self._states(state, count)
         self._rows += count
         stored = self._writer.append(at, columns, states)
@@ -258,14 +258,14 @@ class ReplayStore:
         if name.startswith("obs/"):  # unsigned ones are kept under the signed type of their width
             kept = next(leaf for leaf in self.spec.observation if leaf.name == name[4:])
             array = np.ascontiguousarray(array, kept.dtype)
-            if torch_dtype(kept.dtype) != getattr(torch, kept.dtype, None):
+            if kept.name in self._views:
                 array = array.view(str(leaf.dtype).removeprefix("torch."))
         return self._on_device(array.astype(str(leaf.dtype).removeprefix("torch."), copy=False))
 
     def _states(self, state: State | None, count: int) -> list[Tensor]:
         if state is None:
             return [leaf.expand(count, *leaf.shape[1:]) for leaf in self._initial]
-        given = [leaf if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf)) for leaf in _state_leaves(state)]  # fmt: skip
+        given = [leaf if isinstance(leaf, Tensor) else torch.from_numpy(np.array(leaf)) for leaf in leaves(state)]  # fmt: skip
         if len(given) != len(self._initial):
             raise ShapeError(what=f"the state has {len(given)} leaves; it must have {len(self._initial)}", do="give a state of the nest that the store was made with")  # fmt: skip
         for number, (leaf, like) in enumerate(zip(given, self._initial, strict=True)):
@@ -279,7 +279,7 @@ class ReplayStore:
 
     def _seats(self, slots: np.ndarray | None) -> np.ndarray:
         self._require_open()
-        return seats(slots, self.num_slots)
+        return self._every if slots is None else seats(slots, self.num_slots)
 
     def _require_open(self) -> None:
         if self.retired:
@@ -318,7 +318,8 @@ def seats(slots: Any, num_slots: int) -> np.ndarray:
     return at.astype(np.int64)
 
 
-def _one_each(name: str, values: Any, count: int) -> np.ndarray:
+def one_each(name: str, values: Any, count: int) -> np.ndarray:
+    """A number for each of `count` slots, of as many or of one. Raises: ShapeError, naming it."""
     array = _host(values)
     if array.shape not in ((), (1,), (count,)) or array.dtype.kind not in "biuf":
         raise ShapeError(what=f"{name} is {array.dtype} {list(array.shape)}; it must be [{count}]", do="give one for each slot, or one for all")  # fmt: skip
@@ -342,16 +343,6 @@ def _check_extras(extras: RowSpecs) -> None:
                 what=f"the extra '{name}' is {about!r}", where="extras",
                 do="give a torch dtype (float32, float16, int64, uint8, bool, ...) and a shape: (torch.float32, (18,))",
             )  # fmt: skip
-
-
-def _state_leaves(state: Any) -> list[Any]:
-    if isinstance(state, np.ndarray):
-        return [state]
-    if isinstance(state, dict):
-        return [leaf for key in sorted(state) for leaf in _state_leaves(state[key])]
-    if isinstance(state, tuple | list):
-        return [leaf for part in state for leaf in _state_leaves(part)]
-    return [state]
 
 
 def _close(reader: ReplayReader, *fds: int) -> None:

@@ -24,8 +24,9 @@ from gymnasium import Space
 from torch import Tensor
 
 from seedrl.errors import CheckpointError, ConfigError, ShapeError
-from seedrl.replay import Pool, ReplayStore, _one_each, seats
-from seedrl.store.blocks import BlockStorage, RowSpecs
+from seedrl.replay import Pool, ReplayStore, one_each, seats
+from seedrl.spec import RowSpecs
+from seedrl.store.blocks import BlockStorage
 from seedrl.store.state import State, leaves, rebuild
 
 LEARN = "learn"  # extra of each row: 0 where its policy was frozen
@@ -133,7 +134,9 @@ class Shards(Mapping[str, ReplayStore]):
         self, policies: Sequence[int] | np.ndarray, slots: np.ndarray | None = None
     ) -> dict[str, str]:
         """By policy, why its rows of such an `append` may not come now (`ReplayStore.held_back`); empty when all may."""
-        numbers, at = self._seats(policies, slots)
+        return self._held_back(*self._seats(policies, slots))
+
+    def _held_back(self, numbers: np.ndarray, at: np.ndarray) -> dict[str, str]:
         found = {}
         for name, rows in self._by_shard(numbers):
             reason = self._stores[name].held_back(at[rows])
@@ -152,16 +155,15 @@ class Shards(Mapping[str, ReplayStore]):
         Raises: ConfigError when a shard holds its rows back, and nothing is appended then; ShapeError, naming the argument.
         """
         numbers, at = self._seats(policies, slots)
-        held = self.held_back(numbers, at)
+        held = self._held_back(numbers, at)
         if held:
             name, reason = next(iter(held.items()))
             raise ConfigError(
                 what=f"no row of '{name}' may be appended now: {reason}", where="append",
                 do="sample from its shard first; held_back() says so beforehand",
             )  # fmt: skip
-        moved = (self._last[at] != numbers) & ~_one_each("first", first, at.size).astype(
-            bool
-        )  # within an episode
+        begins = one_each("first", first, at.size).astype(bool)
+        moved = (self._last[at] != numbers) & ~begins  # within an episode
         self._last[at] = -1
         stored = {}
         given = {**columns, "first": first, "extras": dict(extras or {})}

@@ -29,6 +29,8 @@ MAX_BOUNDS = (
 
 NO_MASK = "none"  # the config's word for "there is a mask, and it is not to be used"
 INFO_MASK = "info"  # the mask is info["action_mask"]
+# torch dtype and shape of a row, by name
+RowSpecs = dict[str, tuple[Any, tuple[int, ...]]]
 # extras of a row that the engine adds where first priorities are made of them
 BEST_VALUE, TAKEN_VALUE = "acting.best_value", "acting.taken_value"
 

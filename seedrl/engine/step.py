@@ -13,8 +13,8 @@ from torch import Tensor
 from seedrl.policy.base import require_extras
 from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
 from seedrl.policy.values import ACTING_VALUES, ValueHeads, masked
-from seedrl.spec import BEST_VALUE, TAKEN_VALUE
-from seedrl.store.blocks import Columns, RowSpecs, torch_dtype
+from seedrl.spec import BEST_VALUE, TAKEN_VALUE, RowSpecs
+from seedrl.store.blocks import Columns, torch_dtype
 from seedrl.store.state import State, StateStore, leaves, rebuild
 from seedrl.transport.slab import Slab
 

@@ -87,8 +87,6 @@ class Network:
 
     def normalised(self, batch: Batch) -> Batch:
         """The batch with rewards and values in the unit in which values are learnt: `over_unrolls` gives them so."""
-        if self._normalised is None or self._normalised.returns is None:
-            return batch
         return batch._replace(reward=self._scaled(batch.reward), value=self._scaled(batch.value))
 
     def _scaled(self, values: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ class Network:
             return
         rows = slice(self.burn_in, -1)  # the last is the next unroll's first
         obs = {name: leaf[rows].flatten(0, 1) for name, leaf in batch.obs.items()}
-        returns = batch.value
+        returns = None
         if self._normalised.returns is not None:
             behind, section = slice(self.burn_in, None), self._section
             log_prob = batch.log_prob[behind]

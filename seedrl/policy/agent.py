@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from seedrl.config import Config
-from seedrl.policy.base import Heads, Policy, RowSpecs, extra_leaves_of, make_policy
+from seedrl.policy.base import Heads, Policy, extra_leaves_of, make_policy
 from seedrl.policy.normalise import Normalised, as_seen, normalised_leaves
 from seedrl.policy.values import ACTING_VALUES, ActionValues, ValueHeads, epsilon_ladder, spread
-from seedrl.spec import EnvSpec
+from seedrl.spec import EnvSpec, RowSpecs
 
 
 def make_agent(config: Config, spec: EnvSpec, num_slots: int = 1) -> tuple[Policy, Heads]:

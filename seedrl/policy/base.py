@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from seedrl.errors import ConfigError
 from seedrl.policy.heads import Heads
-from seedrl.spec import EnvSpec
+from seedrl.spec import EnvSpec, RowSpecs
 
 if TYPE_CHECKING:
     from seedrl.config import PolicySection
@@ -27,7 +27,6 @@ __all__ = [
     "Heads",
     "Observation",
     "Policy",
-    "RowSpecs",
     "State",
     "imported",
     "make_policy",
@@ -36,7 +35,6 @@ __all__ = [
 
 State = Any  # a tensor, or a tuple, list or dict of states; each tensor [B, ...]
 Observation = Tensor | dict[str, Tensor]
-RowSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of a row, by name
 Factory = Callable[[EnvSpec, int, Any], nn.Module]
 _TRIED = 2  # columns of the row that a new policy is tried on
 

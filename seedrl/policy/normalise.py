@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from seedrl.errors import ConfigError
-from seedrl.policy.base import Observation, Policy, RowSpecs, State, extra_leaves_of
-from seedrl.spec import EnvSpec, Leaf
+from seedrl.policy.base import Observation, Policy, State, extra_leaves_of
+from seedrl.spec import EnvSpec, Leaf, RowSpecs
 
 LIMIT = 10.0  # deviations beyond which an observation is cut
 _LEAST = 1e-4  # of a deviation: what never changes is not blown up
@@ -96,12 +96,12 @@ class Normalised(Policy):
         moments: Any = self.moments[_key(name)]
         return ((leaf.float() - moments.centre) * moments.inverse).clamp(-LIMIT, LIMIT)
 
-    def observe(self, obs: dict[str, Tensor], returns: Tensor) -> None:
-        """Takes in observations [n, ...] by leaf, and returns float32 [m]."""
+    def observe(self, obs: dict[str, Tensor], returns: Tensor | None) -> None:
+        """Takes in observations [n, ...] by leaf, and returns float32 [m] where the value is theirs."""
         for name, leaf in obs.items():
             if _key(name) in self.moments:
                 self.moments[_key(name)].update(leaf)  # type: ignore[operator]
-        if self.returns is not None:
+        if self.returns is not None and returns is not None:
             scale, centre = self.returns.scale.clone(), self.returns.centre.clone()
             self.returns.update(returns)
             rescale: Any = getattr(self.policy, "rescale_value", None)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from seedrl.errors import ConfigError
-from seedrl.policy.base import Observation, Policy, RowSpecs, State, extra_leaves_of
+from seedrl.policy.base import Observation, Policy, State, extra_leaves_of
 from seedrl.policy.heads import ILLEGAL, Heads
-from seedrl.spec import BEST_VALUE, TAKEN_VALUE, Leaf
+from seedrl.spec import BEST_VALUE, TAKEN_VALUE, Leaf, RowSpecs
 
 # what first priorities are made of: the value of the best legal action, and of the one taken
 ACTING_VALUES: RowSpecs = {BEST_VALUE: (torch.float32, ()), TAKEN_VALUE: (torch.float32, ())}

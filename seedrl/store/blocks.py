@@ -17,11 +17,10 @@ from torch import Tensor
 
 from csrc_free_kernels.append import append_rows
 from csrc_free_kernels.build import run
-from seedrl.spec import EnvSpec
+from seedrl.spec import EnvSpec, RowSpecs
 from seedrl.store import memory as store_memory
 
 Columns = dict[str, Any]  # arrays where the store is on the host, tensors on its device elsewhere
-RowSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of a row, by name
 _ALIGN_BYTES = 128
 # torch indexes no unsigned integers but uint8: their bytes are kept under the signed type of the same width
 _STORED_AS = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
@@ -148,6 +147,21 @@ class BlockStorage:
         for store, state in zip(self.states, states, strict=True):
             taken = state.index_select(0, source.to(state.device))
             store.index_copy_(0, at, taken.to(self.device))
+
+    @property
+    def parts(self) -> list[tuple[Tensor, int]]:
+        """Each leaf, rows then states, and how many of its rows a block has."""
+        rule = self.layout.rule
+        rows = [(leaf, rule.block_length) for leaf in self.rows.values()]
+        return rows + [(leaf, rule.states_per_block) for leaf in self.states]
+
+    def block(self, number: int) -> list[np.ndarray]:
+        """The bytes of one block, uint8 [rows, bytes of a row] for each of `parts`: its own memory where that is the host's."""
+        found = []
+        for leaf, count in self.parts:
+            rows = leaf[number * count : (number + 1) * count].reshape(-1).view(torch.uint8)
+            found.append(rows.cpu().numpy().reshape(count, leaf[0].nbytes))
+        return found
 
     def finish(self) -> None:
         """Returns once what was asked of the store's device is done: before the other process hears of it."""

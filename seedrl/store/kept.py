@@ -42,9 +42,7 @@ class KeptRows:
     def __init__(self, folder: Path, reader: RingReader) -> None:
         self.folder, self._storage, self._reader = folder, reader.storage, reader
         storage, layout = reader.storage, reader.storage.layout
-        self._parts = [(leaf, layout.rule.block_length) for leaf in storage.rows.values()]
-        self._parts += [(leaf, layout.rule.states_per_block) for leaf in storage.states]
-        self._record_bytes = _HEADER_BYTES + sum(leaf[0].nbytes * count for leaf, count in self._parts)  # fmt: skip
+        self._record_bytes = _HEADER_BYTES + sum(leaf[0].nbytes * count for leaf, count in storage.parts)  # fmt: skip
         # of each block, as it lies in the file: generation, and rows that unrolls read
         self._generation = np.full(layout.num_blocks, -1, np.int64)
         self._rows = np.zeros(layout.num_blocks, np.int64)
@@ -136,9 +134,7 @@ class KeptRows:
 
     def _write_block(self, fd: int, block: int, generation: int) -> bool:
         """False, and nothing is written, where the block was overwritten meanwhile: the index has its generation from before."""
-        data = b"".join(
-            leaf[block * count : (block + 1) * count].reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for leaf, count in self._parts
-        )  # fmt: skip
+        data = b"".join(part.tobytes() for part in self._storage.block(block))
         header = np.array([generation, zlib.crc32(data)], np.int64).tobytes()
         if self._reader._control.blocks[block] != generation:
             return False
@@ -226,7 +222,7 @@ class KeptRows:
                 if generation != generations[block] or checksum != zlib.crc32(data):
                     continue
                 whole[block], at = True, 0
-                for leaf, count in self._parts:
+                for leaf, count in self._storage.parts:
                     part = leaf[block * count : (block + 1) * count]
                     raw = np.frombuffer(data, np.uint8, part.nbytes, at).copy()
                     part.copy_(torch.from_numpy(raw).view(leaf.dtype).view(part.shape))

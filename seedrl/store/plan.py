@@ -12,9 +12,9 @@ from torch import Tensor
 
 from seedrl.config import Config, Learner, Replay
 from seedrl.errors import ConfigError
-from seedrl.spec import EnvSpec
+from seedrl.spec import EnvSpec, RowSpecs
 from seedrl.store.batch import Gather
-from seedrl.store.blocks import BlockLayout, BlockStorage, RowSpecs, UnrollRule
+from seedrl.store.blocks import BlockLayout, BlockStorage, UnrollRule
 from seedrl.store.initial import ActingPriorities
 from seedrl.store.limiter import Limiter
 from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
@@ -107,7 +107,7 @@ class StorePlan:
         if self.control.ring:
             ends = (storage, self.control, memory, learner_bell)
             return RingWriter(
-                *ends, limiter=self.limiter, remover=self._remover(storage), blocks=blocks
+                *ends, limiter=self.limiter, remover=self._remover(storage, memory), blocks=blocks
             )
         return QueueWriter(storage, self.control, memory, learner_bell, blocks)
 
@@ -144,10 +144,10 @@ class StorePlan:
             num_slots=self.control.num_slots, batch_size=self.batch_size, state_like=state_like, cross_episodes=self.replay.cross_episodes,
         )  # fmt: skip
 
-    def _remover(self, storage: BlockStorage) -> Remover:
+    def _remover(self, storage: BlockStorage, memory: mmap.mmap) -> Remover:
         blocks = self.control.storage_blocks
         if self.replay.remover == "lowest_priority":
-            return LowestPriority(blocks)
+            return LowestPriority(blocks, Control(self.control, memory))
         if self.replay.remover == "oldest_version":
             columns = storage.rows if storage.arrays is None else storage.arrays
             return OldestVersion(blocks, columns["version"], self.control.rule.block_length)
@@ -163,9 +163,8 @@ class StorePlan:
                 Schedule(replay.importance_exponent, replay.importance_exponent_end),
             )
             return Prioritized(capacity, self.seed, *exponents, replay.weights_over == "store")
-        if self.replay.max_uses_or_default is not None or any(
-            self.replay.bytes_behind
-        ):  # those that are gone are tried once
+        # where many are gone in between, each of them is tried once
+        if replay.max_uses_or_default is not None or any(replay.bytes_behind):
             return Prioritized(capacity, self.seed, Schedule(0.0), Schedule(0.0), False)
         return Uniform(self.seed)
 

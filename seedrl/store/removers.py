@@ -6,7 +6,7 @@ that is taken are gone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,26 +21,53 @@ if TYPE_CHECKING:
 _SHARE = 256  # of a large store's blocks, one is chosen along with those needed: to look at all of them takes milliseconds
 
 
-class Remover:
-    """Of the writer. `control` is set before anything is retired."""
+class Remover(Protocol):
+    """Of the writer."""
 
-    control: Control
+    def retire(self, blocks: np.ndarray) -> None:
+        """Lets blocks int64 [n], each at most once and none retired, be taken from now on."""
+        ...
+
+    def take(self, count: int) -> np.ndarray:
+        """`count` retired blocks, int64; the plan has as many for all open unrolls."""
+        ...
+
+
+class Oldest:
+    """A ring, as the order of retirement is the order of taking: nothing is looked for."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._age = np.full(
-            num_blocks, -1, np.int64
-        )  # in the order in which they retired; -1: in use
+        self._ring = np.zeros(num_blocks, np.int64)
+        self._retired = self._taken = 0
+
+    def retire(self, blocks: np.ndarray) -> None:
+        head = self._retired
+        self._ring[np.arange(head, head + blocks.size) % self._ring.size] = blocks
+        self._retired = head + blocks.size
+
+    def take(self, count: int) -> np.ndarray:
+        tail = self._taken
+        assert count <= self._retired - tail, "the plan has blocks for all open unrolls"
+        blocks: np.ndarray = self._ring[np.arange(tail, tail + count) % self._ring.size]
+        self._taken = tail + count
+        return blocks
+
+
+class _Lowest:
+    """By a key, the oldest first where keys are equal."""
+
+    def __init__(self, num_blocks: int) -> None:
+        # in the order in which they retired; -1: in use
+        self._age = np.full(num_blocks, -1, np.int64)
         self._retired = 0
         self._chosen = np.zeros(0, np.int64)  # those that go next
         self._at_a_time = 1 + num_blocks // _SHARE
 
     def retire(self, blocks: np.ndarray) -> None:
-        """Lets blocks int64 [n], each at most once and none retired, be taken from now on."""
         self._age[blocks] = np.arange(self._retired, self._retired + blocks.size)
         self._retired += blocks.size
 
     def take(self, count: int) -> np.ndarray:
-        """`count` retired blocks, int64; the plan has as many for all open unrolls."""
         lacking = count - self._chosen.size
         if lacking > 0:
             there = np.flatnonzero(self._age >= 0)
@@ -56,29 +83,7 @@ class Remover:
         raise NotImplementedError
 
 
-class Oldest(Remover):
-    """A ring, as the order of retirement is the order of taking: nothing is looked for."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(0)
-        self._ring = np.zeros(num_blocks, np.int64)
-        self._taken = 0
-
-    def retire(self, blocks: np.ndarray) -> None:
-        head = self._retired
-        self._ring[np.arange(head, head + blocks.size) % self._ring.size] = blocks
-        self._retired = head + blocks.size
-
-    def take(self, count: int) -> np.ndarray:
-        assert count <= self._retired - self._taken, "the plan has blocks for all open unrolls"
-        blocks: np.ndarray = self._ring[
-            np.arange(self._taken, self._taken + count) % self._ring.size
-        ]
-        self._taken += count
-        return blocks
-
-
-class OldestVersion(Remover):
+class OldestVersion(_Lowest):
     """By the version that acted the block's first row.
 
     Args: versions: the store's column, an array or tensor int64 [K * L]. block_length: L.
@@ -97,11 +102,15 @@ class OldestVersion(Remover):
         return found
 
 
-class LowestPriority(Remover):
+class LowestPriority(_Lowest):
     """By the largest priority among the unrolls that read the block, as the reader last said; what it has not seen yet stays."""
 
+    def __init__(self, num_blocks: int, control: Control) -> None:
+        super().__init__(num_blocks)
+        self._control = control
+
     def _keys(self, blocks: np.ndarray) -> np.ndarray:
-        control = self.control
+        control = self._control
         said = control.key_generations[blocks] == control.blocks[blocks]
         keys: np.ndarray = np.where(said, control.keys[blocks], np.inf)
         return keys
@@ -127,14 +136,11 @@ class BlockKeys:
         rule = layout.rule
         self._control, self._selector, self._capacity = control, selector, layout.capacity
         most = (rule.block_length + rule.num_rows) // rule.stride + 2  # unrolls that read a block
-        self._readers = np.full(
-            (layout.storage_blocks, most), -1, np.int64
-        )  # their numbers, a ring
+        self._readers = np.full((layout.storage_blocks, most), -1)  # their numbers, a ring
         self._count = np.zeros(layout.storage_blocks, np.int64)
         self._generation = control.blocks.copy()
-        self._known = np.zeros(
-            layout.storage_blocks, bool
-        )  # whether an unroll of its rows has come
+        # whether an unroll of the block's rows has come
+        self._known = np.zeros(layout.storage_blocks, bool)
         self._number = np.full(layout.capacity, -1, np.int64)  # at each place
         self._blocks = np.zeros((layout.capacity, rule.blocks_held), np.int64)
 

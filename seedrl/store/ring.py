@@ -42,7 +42,6 @@ class RingWriter(ReplayWriter):
         super().__init__(*arguments, **keywords)
         self._limiter = limiter
         self._remover = remover or Oldest(self._layout.storage_blocks)
-        self._remover.control = self._control
 
     def held_back(self, slots: np.ndarray) -> str | None:
         appender = self._appender

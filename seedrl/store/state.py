@@ -19,9 +19,9 @@ _IN_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int
 State = Any  # a tensor, or a tuple, list or dict of states
 
 
-def leaves(state: State) -> list[Tensor]:
-    """The tensors of a nest, in a fixed order (dicts by sorted key)."""
-    if isinstance(state, Tensor):
+def leaves(state: State) -> list[Any]:
+    """The tensors (or arrays) of a nest, in a fixed order (dicts by sorted key)."""
+    if isinstance(state, Tensor | np.ndarray):
         return [state]
     if isinstance(state, dict):
         return [leaf for key in sorted(state) for leaf in leaves(state[key])]
@@ -34,7 +34,7 @@ def rebuild(like: State, tensors: list[Tensor]) -> State:
 
 
 def _rebuild(like: State, tensors: Iterator[Tensor]) -> State:
-    if isinstance(like, Tensor):
+    if isinstance(like, Tensor | np.ndarray):
         return next(tensors)
     if isinstance(like, dict):
         return {key: _rebuild(like[key], tensors) for key in sorted(like)}

@@ -44,20 +44,17 @@ class TieredReader(RingReader):
     def _attempt(self, batch_size: int) -> tuple[Batch | None, str | None]:
         found = super()._attempt(batch_size)
         if found[0] is not None:
-            entries, weights = self._candidates(batch_size)
-            if entries is not None:
-                self._ahead = self._begin(batch_size, entries, weights)
+            self._ahead = self._draw_ahead(batch_size)
         return found
 
     def _usable(self, count: int) -> tuple[Entries | None, np.ndarray | None]:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.asked != count:
-            entries, weights = self._candidates(count)
-            if entries is None:
+            ahead = self._draw_ahead(count)
+            if ahead is None:
                 return None, None
-            ahead = self._begin(count, entries, weights)
         numbers = ahead.entries.numbers
-        good = self._fresh(numbers) & ~self._used_up(numbers) & (numbers >= self._oldest())
+        good = self._fresh(numbers) & (numbers >= self._oldest())
         if self._max_uses is not None:
             good[good] = self._within_uses(numbers[good])
         kept = np.flatnonzero(good)
@@ -66,11 +63,14 @@ class TieredReader(RingReader):
         self._use(entries.numbers)
         return entries, None if ahead.weights is None else ahead.weights[kept]
 
+    def _draw_ahead(self, count: int) -> _Ahead | None:
+        entries, weights = self._candidates(count)
+        return None if entries is None else self._begin(count, entries, weights)
+
     def _begin(self, asked: int, entries: Entries, weights: np.ndarray | None) -> _Ahead:
         behind = np.flatnonzero(~self._on_device(entries))
-        if (
-            behind.size and self.storage.device.type == "cpu"
-        ):  # then all of them: to join two parts is another copy
+        # on the host then all of them: to join two parts is another copy
+        if behind.size and self.storage.device.type == "cpu":
             behind = np.arange(entries.numbers.size)
         coming = self._fetch(entries, behind) if behind.size else None
         return _Ahead(asked, entries, weights, behind, coming)
@@ -113,9 +113,8 @@ class TieredReader(RingReader):
                 self.selector.remove(gone)
 
     def want(self, batch_size: int) -> None:
-        super().want(batch_size)
-        # rings with every unroll: what is full must be copied, also while nothing may be drawn yet
-        self._control.learner[WANTED] = min(int(self._control.learner[WANTED]), self._seen + 1)
+        # whatever is wanted, it rings with every unroll: what is full must be copied, also while nothing may be drawn yet
+        self._control.learner[WANTED] = self._seen + 1
 
     def _held_by(self, batch_size: int) -> str | None:
         reason = super()._held_by(batch_size)

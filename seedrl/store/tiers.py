@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from seedrl import host
 from seedrl.errors import ConfigError
@@ -39,14 +38,6 @@ def rows_behind(layout: BlockLayout, nbytes: int, compresses: bool) -> int:
     """How many rows so many bytes may hold, at most."""
     plain = layout.nbytes // layout.num_blocks
     return nbytes // plain * layout.rule.block_length * (EXPANSION if compresses else 1)
-
-
-def _array(rows: Tensor) -> np.ndarray:
-    """On the host; what NumPy has no name for by its bits."""
-    if rows.dtype is torch.bfloat16:
-        rows = rows.view(torch.int16)
-    found: np.ndarray = rows.cpu().numpy()
-    return found
 
 
 class Arena:
@@ -84,9 +75,8 @@ class Arena:
     def put(self, begin: int, record: bytes, block: int, generation: int) -> None:
         if self._memory is not None:
             self._memory[begin : begin + len(record)] = np.frombuffer(record, np.uint8)
-        else:
-            if os.pwrite(self._fd, record, begin) < len(record):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif os.pwrite(self._fd, record, begin) < len(record):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._head = begin + len(record)
         self._records.append((begin, len(record), block, generation))
 
@@ -117,14 +107,11 @@ class Tiers:
     ) -> None:  # fmt: skip
         self._storage, self._control, layout = storage, control, storage.layout
         rule = layout.rule
-        self._leaves = [(leaf, rule.block_length) for leaf in storage.rows.values()]
-        self._leaves += [(leaf, rule.states_per_block) for leaf in storage.states]
-        self._codec = Codec(
-            [(count, leaf.element_size()) for leaf, count in self._leaves], compresses
-        )
+        parts = [(count, leaf.element_size()) for leaf, count in storage.parts]
+        self._codec = Codec(parts, compresses)
         folder = folder or Path(tempfile.gettempdir())
         self._arenas = [Arena(size, None if i == 0 else folder) for i, size in enumerate((host_bytes, file_bytes)) if size]  # fmt: skip
-        largest = layout.nbytes // layout.num_blocks + 8 * len(self._leaves)
+        largest = layout.nbytes // layout.num_blocks + 8 * len(parts)
         for name, size in (("host_gib", host_bytes), ("file_gib", file_bytes)):
             if 0 < size < 2 * largest:
                 raise ConfigError(
@@ -136,16 +123,14 @@ class Tiers:
         shape = (layout.num_blocks, self._ways)
         self._generation = np.full(shape, -1, np.int64)
         self._arena, self._begin, self._size = (np.zeros(shape, np.int64) for _ in range(3))
-        self._asked = np.full(
-            layout.num_blocks, -1, np.int64
-        )  # the newest generation that was to be copied
-        self._latest = np.full(
-            (num_slots, 2, rule.blocks_held), -1, np.int64
-        )  # blocks and generations of each slot's newest unroll
+        # the newest generation of each block that was to be copied
+        self._asked = np.full(layout.num_blocks, -1, np.int64)
+        # blocks and generations of each slot's newest unroll
+        self._latest = np.full((num_slots, 2, rule.blocks_held), -1, np.int64)
         self._waiting: deque[tuple[int, int]] = deque()
         self._copying = False
         self._lock, self._work, self._over = threading.Lock(), threading.Semaphore(0), False
-        self.lost_blocks = self.copied_blocks = 0
+        self.lost_blocks = 0
         stage = replace(layout, num_blocks=batch_size * rule.blocks_held)
         memory = torch.zeros(stage.nbytes, dtype=torch.uint8)
         self._stage = BlockStorage(stage, memory.pin_memory() if storage.device.type == "cuda" else memory)  # fmt: skip
@@ -173,16 +158,14 @@ class Tiers:
         order = np.argsort(slots, kind="stable")
         same = np.r_[False, slots[order][1:] == slots[order][:-1]]
         before = self._latest[slots]  # [n, 2, k]
-        before[order[same]] = np.stack([blocks, generations], 1)[order[np.flatnonzero(same) - 1]]
-        self._latest[slots[order]] = np.stack([blocks, generations], 1)[
-            order
-        ]  # the last one counts
+        both = np.stack([blocks, generations], 1)
+        before[order[same]] = both[order[np.flatnonzero(same) - 1]]
+        self._latest[slots[order]] = both[order]  # the last one counts
         left = ~(before[:, 0, :, None] == blocks[:, None, :]).any(2) & (before[:, 0] >= 0)
-        both = np.concatenate([blocks[full], before[:, 0][left]])
-        both_generations = np.concatenate([generations[full], before[:, 1][left]])
-        wanted = both_generations > self._asked[both]
+        pairs = np.concatenate([both.transpose(0, 2, 1)[full], before.transpose(0, 2, 1)[left]])
+        wanted = pairs[:, 1] > self._asked[pairs[:, 0]]
         if wanted.any():
-            found = np.unique(np.stack([both[wanted], both_generations[wanted]], 1), axis=0)
+            found = np.unique(pairs[wanted], axis=0)
             there = self._control.blocks[found[:, 0]] == found[:, 1]
             self.lost_blocks += int(np.count_nonzero(~there))
             found = found[there]
@@ -209,13 +192,11 @@ class Tiers:
         if self._control.blocks[block] != generation:
             self.lost_blocks += 1
             return
-        leaves = [_array(leaf[block * count : (block + 1) * count]) for leaf, count in self._leaves]
-        record = self._codec.encode(leaves)
+        record = self._codec.encode(self._storage.block(block))
         if self._control.blocks[block] != generation:  # written to meanwhile
             self.lost_blocks += 1
             return
         self._put(0, record, block, generation)
-        self.copied_blocks += 1
 
     def _put(self, number: int, record: bytes, block: int, generation: int) -> None:
         arena, way = self._arenas[number], generation % self._ways
@@ -276,9 +257,7 @@ class Tiers:
 
     def _read(self, staged: int, block: int, generation: int, reach: int) -> bool:
         """Fills the first `reach` rows of a block of the stage from its record, or from the device where it still is."""
-        stage = [*self._stage.rows.values(), *self._stage.states]
-        counts = [count for _, count in self._leaves]
-        into = [_array(leaf[staged * count : (staged + 1) * count]) for leaf, count in zip(stage, counts, strict=True)]  # fmt: skip
+        into = self._stage.block(staged)
         way = generation % self._ways
         with self._lock:
             there = self._generation[block, way] == generation
@@ -287,9 +266,8 @@ class Tiers:
                 record = arena.read(int(self._begin[block, way]), int(self._size[block, way]))
                 self._codec.decode(record, into, reach)
                 return True
-        for leaf, (source, count) in zip(into, self._leaves, strict=True):
-            needed = min(reach, count)
-            leaf[:needed] = _array(source[block * count : block * count + needed])
+        for leaf, source in zip(into, self._storage.block(block), strict=True):
+            leaf[:reach] = source[:reach]
         return bool(self._control.blocks[block] == generation)
 
     def figures(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from seedrl.store.blocks import BlockLayout, BlockStorage, UnrollRule
 from seedrl.store.limiter import Limiter
 from seedrl.store.queue import QueueReader, QueueWriter, queue_blocks
 from seedrl.store.removers import LowestPriority, Oldest, OldestVersion
-from seedrl.store.replay import ReplayLayout
+from seedrl.store.replay import Control, ReplayLayout
 from seedrl.store.ring import RingReader, RingWriter
 from seedrl.store.selectors import Prioritized, Recent, Schedule, Selector, Uniform
 from seedrl.transport import doorbell
@@ -68,7 +68,7 @@ class CountingStore:
             }  # fmt: skip
             here = ends()
             removers = {
-                "oldest": Oldest(blocks), "lowest_priority": LowestPriority(blocks),
+                "oldest": Oldest(blocks), "lowest_priority": LowestPriority(blocks, Control(self.layout, here[2])) if self.layout.keyed else None,
                 "oldest_version": OldestVersion(blocks, here[0].arrays["version"], length),
             }  # fmt: skip
             self.writer: Any = RingWriter(*here, limiter=limiter, remover=removers[remover])
