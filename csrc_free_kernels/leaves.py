@@ -34,13 +34,6 @@ class Leaves(ctypes.Structure):
     _fields_ = (("leaf", Leaf * MAX_LEAVES),)
 
 
-class OpenRows(ctypes.Structure):
-    _fields_ = (
-        ("slots", ctypes.c_void_p), ("block", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("num_slots", ctypes.c_int64),
-        ("block_length", ctypes.c_int64), ("num_rows", ctypes.c_int64),
-    )  # fmt: skip
-
-
 def row_bytes(leaf: Tensor) -> int:
     """Of a row of leaf [N, ...]."""
     return math.prod(leaf.shape[1:]) * leaf.element_size()

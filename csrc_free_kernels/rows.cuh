@@ -40,16 +40,3 @@ __device__ __forceinline__ void copy_rows(const Rule &rule, const Leaf &leaf, i6
     else
         copy_words<u8>(rule, leaf, rows);
 }
-
-// The row of the storage that a slot's open block takes next; -1 where it has none, or there is no such slot.
-struct OpenRows {
-    const i64 *slots, *block, *offset;
-    i64 num_slots, block_length, num_rows;
-
-    __device__ __forceinline__ i64 row(i64 b) const {
-        const i64 slot = slots[b];
-        if (slot < 0 || slot >= num_slots || block[slot] < 0) return -1;
-        const i64 row = block[slot] * block_length + offset[slot];
-        return row >= 0 && row < num_rows ? row : -1;
-    }
-};

@@ -13,15 +13,15 @@ struct Gather {
 };
 
 struct Scatter {
-    const i64 *slots;
-    i64 num_slots;
+    const i64 *places;
+    i64 there;
 
     __device__ __forceinline__ const u8 *source(const Leaf &leaf, i64 b) const {
         return leaf.source + b * leaf.row_bytes;
     }
     __device__ __forceinline__ u8 *target(const Leaf &leaf, i64 b) const {
-        const i64 slot = slots[b];
-        return slot < 0 || slot >= num_slots ? nullptr : leaf.target + slot * leaf.row_bytes;
+        const i64 place = places[b];
+        return place < 0 || place >= there ? nullptr : leaf.target + place * leaf.row_bytes;
     }
     __device__ __forceinline__ u8 *second(const Leaf &, i64) const { return nullptr; }
 };
@@ -30,6 +30,6 @@ extern "C" __global__ void gather_state(Leaves leaves, const i64 *slots, const u
     copy_rows(Gather{slots, first, num_slots}, leaves.leaf[blockIdx.y], rows);
 }
 
-extern "C" __global__ void scatter_state(Leaves leaves, const i64 *slots, i64 num_slots, i64 rows) {
-    copy_rows(Scatter{slots, num_slots}, leaves.leaf[blockIdx.y], rows);
+extern "C" __global__ void scatter_rows(Leaves leaves, const i64 *places, i64 there, i64 rows) {
+    copy_rows(Scatter{places, there}, leaves.leaf[blockIdx.y], rows);
 }

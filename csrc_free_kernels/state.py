@@ -1,4 +1,4 @@
-"""The recurrent states of a batch's slots, out of the store and back: all leaves in one launch of state.cu, and the twins."""
+"""The recurrent states of a batch's slots out of their store; and rows into any store: all leaves in one launch of state.cu, and the twins."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def gather_state(
 
 
 @torch.no_grad()
-def scatter_state(store: Sequence[Tensor], slots: Tensor, states: Sequence[Tensor]) -> None:
-    """Keeps the states that left the rows of a batch.
+def scatter_rows(store: Sequence[Tensor], places: Tensor, columns: Sequence[Tensor]) -> None:
+    """Writes row b of every column to row `places[b]` of its store: the states that left a batch, a step's leaves into replay.
 
     Args:
-        store: leaves [N, ...] of any dtype, which are changed. states: leaves [B, ...].
-        slots: int64 [B], each at most once; below 0 a row is padding, of which nothing is kept.
-    Raises: ShapeError, naming the argument. A slot from N on is an error here; the kernel takes it for padding.
+        store: leaves [N, ...] of any dtype, which are changed. columns: leaves [B, ...].
+        places: int64 [B], each at most once; below 0 nothing of the row is kept.
+    Raises: ShapeError, naming the argument. A place from N on is an error here; the kernel keeps nothing of such a row.
     """
-    _check_scatter(store, slots, states)
-    rows = (slots >= 0).nonzero().squeeze(-1)
-    for kept, state in zip(store, states, strict=True):
-        kept.index_copy_(0, slots[rows], state.index_select(0, rows))
+    _check_scatter(store, places, columns)
+    rows = (places >= 0).nonzero().squeeze(-1)
+    for kept, column in zip(store, columns, strict=True):
+        kept.index_copy_(0, places[rows], column.index_select(0, rows))
 
 
 @build.launcher_of(gather_state)
@@ -68,20 +68,22 @@ def launch_gather_state(
         )  # fmt: skip
 
 
-@build.launcher_of(scatter_state)
-def launch_scatter_state(store: Sequence[Tensor], slots: Tensor, states: Sequence[Tensor]) -> None:
-    """`scatter_state` in one launch. Raises: ShapeError; ArgumentError for another dtype or device."""
-    num_slots = _check_scatter(store, slots, states)
-    device = leaves.on_one_device(("store", store), ("states", states), slots=(slots, torch.int64))
+@build.launcher_of(scatter_rows)
+def launch_scatter_rows(store: Sequence[Tensor], places: Tensor, columns: Sequence[Tensor]) -> None:
+    """`scatter_rows` in one launch. Raises: ShapeError; ArgumentError for another dtype or device."""
+    there = _check_scatter(store, places, columns)
+    device = leaves.on_one_device(
+        ("store", store), ("columns", columns), places=(places, torch.int64)
+    )
     entries = [
-        (state.data_ptr(), kept.data_ptr(), 0, leaves.row_bytes(state))
-        for kept, state in zip(store, states, strict=True)
+        (column.data_ptr(), kept.data_ptr(), 0, leaves.row_bytes(column))
+        for kept, column in zip(store, columns, strict=True)
     ]
-    rows = slots.numel()
+    rows = places.numel()
     for table, grid in leaves.tables(entries, rows):
         build.launch(
-            SOURCE, "scatter_state", device, grid, table, build.pointer(slots),
-            ctypes.c_int64(num_slots), ctypes.c_int64(rows),
+            SOURCE, "scatter_rows", device, grid, table, build.pointer(places),
+            ctypes.c_int64(there), ctypes.c_int64(rows),
         )  # fmt: skip
 
 
@@ -94,6 +96,7 @@ def _check_gather(
     return sizes.get("N", 0)
 
 
-def _check_scatter(store: Sequence[Tensor], slots: Tensor, states: Sequence[Tensor]) -> int:
-    rows = check_shapes(slots=(slots, "B"))["B"]
-    return leaves.check_leaves(store=(store, "N"), states=(states, str(rows))).get("N", 0)
+def _check_scatter(store: Sequence[Tensor], places: Tensor, columns: Sequence[Tensor]) -> int:
+    """Returns: N, 0 without leaves."""
+    rows = check_shapes(places=(places, "B"))["B"]
+    return leaves.check_leaves(store=(store, "N"), columns=(columns, str(rows))).get("N", 0)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from csrc_free_kernels.append import append_rows
 from csrc_free_kernels.build import run
+from csrc_free_kernels.state import scatter_rows
 from seedrl.spec import EnvSpec, RowSpecs
 from seedrl.store import memory as store_memory
 
@@ -135,11 +135,8 @@ class BlockStorage:
             for name, array in self.arrays.items():
                 array[rows] = columns[name]
         else:
-            length = self.layout.rule.block_length
             at = torch.from_numpy(rows).to(self.device)
-            seats = torch.arange(rows.size, device=self.device)
-            new = [columns[name] for name in self.rows]
-            run(append_rows, list(self.rows.values()), new, seats, at // length, at % length, length)  # fmt: skip
+            run(scatter_rows, list(self.rows.values()), at, [columns[name] for name in self.rows])
 
     def write_states(self, places: np.ndarray, states: list[Tensor], kept: np.ndarray) -> None:
         """Keeps the states of the batch's rows `kept` at `places`: int64 [n] both."""
@@ -236,6 +233,15 @@ class Unrolls:
     )  # int64 [c, blocks_released]: those that the next one does not read; -1 is none
 
 
+class Places(NamedTuple):
+    """Where a row of each of some slots goes, and the unrolls that these rows complete."""
+
+    rows: np.ndarray  # int64 [B]: rows of the storage
+    kept: np.ndarray  # int64 [k]: positions in the batch whose entering state is stored
+    states: np.ndarray  # int64 [k]: where
+    done: Unrolls | None
+
+
 class Appender:
     """Appends rows of many slots at once; hands out the unrolls they complete. One writer: the engine.
 
@@ -311,20 +317,26 @@ class Appender:
             states: leaves [B, ...] of the state entering the rows.
         Returns: the unrolls completed, or None. The caller has seen to it that blocks are free.
         """
+        places = self.place(slots)
+        if states and places.kept.size:
+            self.storage.write_states(places.states, states, places.kept)
+        self.storage.write(places.rows, columns)
+        return places.done
+
+    def place(self, slots: np.ndarray) -> Places:
+        """Where the next row of each of `slots`, int64 [B], goes: it counts as appended, and is written by the caller."""
         following = self._next[slots]
         rows, counts = following[:, 0], following[:, 1]
         ticking = (counts % self._tick == 0).nonzero()[0]
-        if ticking.size:
-            self._open(slots, rows, counts, ticking)
-            if states:
-                self._keep_states(rows, counts, ticking, states)
-        self.storage.write(rows, columns)
-        following += 1
-        self._next[slots] = following
         if not ticking.size:
-            return None
-        done = ticking[self._completes(counts[ticking])]
-        return self._complete(slots[done]) if done.size else None
+            self._next[slots] = following + 1
+            return Places(rows, ticking, ticking, None)
+        self._open(slots, rows, counts, ticking)
+        self._next[slots] = following + 1
+        kept = ticking[counts[ticking] % self.rule.state_every == 0]
+        done = ticking[self._completes(counts[ticking] + 1)]
+        unrolls = self._complete(slots[done]) if done.size else None
+        return Places(rows, kept, self._state_places(rows[kept]), unrolls)
 
     def _open(
         self, slots: np.ndarray, rows: np.ndarray, counts: np.ndarray, ticking: np.ndarray
@@ -336,13 +348,6 @@ class Appender:
             blocks = np.array([self.free.pop() for _ in range(opening.size)], np.int64)
             self._chain[slots[opening], (counts[opening] // length) % self._ring] = blocks
             rows[opening] = blocks * length
-
-    def _keep_states(
-        self, rows: np.ndarray, counts: np.ndarray, ticking: np.ndarray, states: list[Tensor]
-    ) -> None:
-        kept = ticking[counts[ticking] % self.rule.state_every == 0]
-        if kept.size:
-            self.storage.write_states(self._state_places(rows[kept]), states, kept)
 
     def _state_places(self, rows: np.ndarray) -> np.ndarray:
         """Where the states entering rows of the storage are stored: a block's are so far apart that none shares its place."""

@@ -28,7 +28,7 @@ import numpy as np
 from torch import Tensor
 
 from seedrl.store.batch import Batch, Gather
-from seedrl.store.blocks import Appender, BlockStorage, Columns, UnrollRule, Unrolls
+from seedrl.store.blocks import Appender, BlockStorage, Columns, Places, UnrollRule, Unrolls
 from seedrl.transport import doorbell
 
 _LINE = 16
@@ -136,6 +136,19 @@ class ReplayWriter:
         done = self._appender.append(slots, columns, states)
         if done is None:
             return 0
+        self.unrolls += done.slots.size
+        self._storage.finish()
+        return self.announce(done)
+
+    def place(self, slots: np.ndarray) -> Places:
+        """Where a row of each of `slots`, which nothing held back, goes. The caller writes it, and then announces what it completes."""
+        places = self._appender.place(slots)
+        if places.done is not None:
+            self.unrolls += places.done.slots.size
+        return places
+
+    def announce(self, done: Unrolls) -> int:
+        """Tells the learner of unrolls that are written whole. Returns: rows that are stored for good now."""
         control, count = self._control, done.slots.size
         at = self._claim(count)
         control.index[at], control.state_at[at], control.slot[at] = (
@@ -144,8 +157,6 @@ class ReplayWriter:
             done.slots,
         )
         self._announce(at, done)
-        self.unrolls += count
-        self._storage.finish()
         self._publish(count)
         return count * self._layout.rule.stride
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_kernels.build import run
-from csrc_free_kernels.state import gather_state, scatter_state
+from csrc_free_kernels.state import gather_state, scatter_rows
 
 _IN_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool)
 State = Any  # a tensor, or a tuple, list or dict of states
@@ -93,4 +93,4 @@ class StateStore:
                 array[slots] = new.numpy()
             return
         index = torch.from_numpy(slots).to(self._device)
-        run(scatter_state, self._store, index, leaves(state))
+        run(scatter_rows, self._store, index, leaves(state))

@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 
 from csrc_free_kernels import build, priority, q_targets, returns
-from csrc_free_kernels.append import launch_append_rows
 from csrc_free_kernels.ingest import launch_ingest_rows
 from csrc_free_kernels.philox import launch_random_words
 from csrc_free_kernels.sample import launch_sample_discrete
-from csrc_free_kernels.state import launch_gather_state, launch_scatter_state
+from csrc_free_kernels.state import launch_gather_state, launch_scatter_rows
 from csrc_free_kernels.unroll import launch_gather_frames, launch_gather_rows
 from tests.kernels.compilers import HostBackend, sources
 
@@ -45,14 +44,12 @@ def exercise_rows(slots: int, columns: int) -> None:
     length, blocks = 3, slots + 1
     some = (torch.arange(columns) - 1) % (slots + 3) - 1
     first = torch.rand(columns) < 0.3
-    block, offset = torch.arange(slots), torch.full((slots,), length - 1)
-    block[:1] = -1
+    places = torch.arange(columns) % (blocks * length + 2) - 1
     launch_gather_state(leaves(slots), leaves(1), some, first, leaves(columns))
-    launch_scatter_state(leaves(slots), some, leaves(columns))
-    launch_append_rows(leaves(blocks * length), leaves(columns), some, block, offset, length)
-    launch_append_rows(leaves(1), leaves(columns), some, block + 2**40, offset, length)
-    launch_ingest_rows(leaves(slots), leaves(columns), leaves(blocks * length), some, block, offset, length)  # fmt: skip
-    launch_ingest_rows(leaves(slots), leaves(columns), (), some, block, offset, length)
+    launch_scatter_rows(leaves(slots), some, leaves(columns))
+    launch_scatter_rows(leaves(1), places + 2**40, leaves(columns))
+    launch_ingest_rows(leaves(slots), leaves(columns), leaves(blocks * length), some, places)
+    launch_ingest_rows(leaves(slots), leaves(columns), (), some, places)
     rows = torch.arange(2 * columns).view(2, columns) % (slots + 2) - 1
     launch_gather_rows(leaves(slots), rows, leaves(2, columns))
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):

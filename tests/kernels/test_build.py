@@ -127,7 +127,7 @@ def test_another_word_for_seedrl_kernels_is_refused(machine: Any) -> None:
 def test_every_kernel_has_a_launcher_with_the_arguments_of_its_twin() -> None:
     pairs = build._LAUNCHERS
     sources()  # imports all
-    assert len(pairs) == 14
+    assert len(pairs) == 13
     for twin, launcher in pairs.items():
         assert inspect.signature(launcher) == inspect.signature(twin), launcher.__name__
         assert launcher.__name__ == f"launch_{twin.__name__}"

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from csrc_free_kernels import build, priority, q_targets, returns
-from csrc_free_kernels.append import append_rows
 from csrc_free_kernels.ingest import ingest_rows
 from csrc_free_kernels.philox import random_words
 from csrc_free_kernels.sample import sample_discrete
-from csrc_free_kernels.state import gather_state, scatter_state
+from csrc_free_kernels.state import gather_state, scatter_rows
 from csrc_free_kernels.unroll import gather_frames, gather_rows
 from tests.kernels.compilers import HostBackend, sources
 
 R, B, N, K, L = 21, 96, 128, 140, 20
 GPU = torch.device("cuda", 0)
-COPIES = (gather_state, scatter_state, append_rows, ingest_rows, gather_rows, gather_frames)
+COPIES = (gather_state, scatter_rows, ingest_rows, gather_rows, gather_frames)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -46,9 +45,8 @@ def _priorities() -> tuple[Tensor, Tensor]:
 def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     """Each twin with arguments."""
     rows = _rows()
-    slots, block = torch.randperm(N)[:B], torch.randperm(K)[:N]
-    slots[-3:] = -1
-    opened = {"slots": slots, "block": block, "offset": torch.randint(0, L, (N,)), "block_length": L}  # fmt: skip
+    slots, places = torch.randperm(N)[:B], torch.randperm(K * L)[:B]
+    slots[-3:] = places[-5:] = -1
     index, first = torch.randint(0, K * L, (R + 3, B)), torch.rand(R + 3, B) < 0.1
     states, step = _leaves(N)[:2], torch.tensor([2**33 + 5])
     values = {name: leaf for name, leaf in rows.items() if not name.endswith("log_probs")}
@@ -58,9 +56,8 @@ def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     yield returns.gae_rows, {**values, "lambda_": 0.95}
     yield q_targets.n_step, {"rewards": rows["rewards"], "bootstrap_q": rows["values"], "terminated": rows["terminated"], "ended": rows["first"], "gamma": 0.99, "n": 5}  # fmt: skip
     yield gather_state, {"store": states, "initial": _leaves(1)[:2], "slots": slots, "first": first[0], "into": _leaves(B)[:2]}  # fmt: skip
-    yield scatter_state, {"store": states, "slots": slots, "states": _leaves(B)[:2]}
-    yield append_rows, {"storage": _leaves(K * L), "columns": _leaves(B), **opened}
-    yield ingest_rows, {"slab": _leaves(N), "into": _leaves(B), "storage": _leaves(K * L), **opened}
+    yield scatter_rows, {"store": _leaves(K * L), "places": places, "columns": _leaves(B)}
+    yield ingest_rows, {"slab": _leaves(N), "into": _leaves(B), "storage": _leaves(K * L), "slots": slots, "rows": places}  # fmt: skip
     yield gather_rows, {"storage": _leaves(K * L), "rows": index, "into": _leaves(R + 3, B)}
     for dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32):
         into = torch.zeros(R, B, 4, 12, 12, dtype=dtype)

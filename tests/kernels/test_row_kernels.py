@@ -1,4 +1,4 @@
-"""Kernels that copy rows (state, append, ingest, unrolls), run on the CPU, against their twins; the twins against naive loops."""
+"""Kernels that copy rows (state, ingest, unrolls), run on the CPU, against their twins; the twins against naive loops."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from csrc_free_kernels import build, leaves
-from csrc_free_kernels.append import append_rows, launch_append_rows
 from csrc_free_kernels.ingest import ingest_rows, launch_ingest_rows
 from csrc_free_kernels.state import (
     gather_state,
     launch_gather_state,
-    launch_scatter_state,
-    scatter_state,
+    launch_scatter_rows,
+    scatter_rows,
 )
 from csrc_free_kernels.unroll import (
     gather_frames,
@@ -98,63 +97,31 @@ def test_states_are_gathered_and_scattered_as_by_the_twin(
             if slots[b] >= 0:
                 kept[slots[b]] = state[b]
     twin = _copies(store)
-    scatter_state(twin, slots, new)
-    launch_scatter_state(store, slots, new)
+    scatter_rows(twin, slots, new)
+    launch_scatter_rows(store, slots, new)
     _same(twin, right)
     _same(store, right)
 
 
-def _open(random: Random, num_slots: int, blocks: int, length: int) -> tuple[Tensor, Tensor]:
-    """Every slot with a block of its own, some with none."""
-    block = random.rng.permutation(blocks)[:num_slots]
-    block[random.rng.random(num_slots) < 0.2] = -1
-    offset = random.rng.integers(0, length, num_slots)
-    offset[block < 0] = length  # where the block before was full: no row of another slot's
-    return torch.from_numpy(block), torch.from_numpy(offset)
-
-
 @settings(max_examples=60)
-@given(rows=ROWS, num_slots=st.integers(1, 20), length=st.integers(1, 5), share=st.floats(0, 1), seed=SEED)  # fmt: skip
-def test_rows_are_appended_as_by_the_twin(
-    rows: Rows, num_slots: int, length: int, share: float, seed: int
-) -> None:
-    random, count, blocks = Random(seed), int(share * num_slots), num_slots + 2
-    storage, columns = random.leaves(rows, blocks * length), random.leaves(rows, count)
-    slots = random.slots(count, num_slots)
-    block, offset = _open(random, num_slots, blocks, length)
-    twin, right = _copies(storage), _copies(storage)
-    for b, slot in enumerate(slots.tolist()):
-        for kept, column in zip(right, columns, strict=True):
-            if slot >= 0 and block[slot] >= 0:
-                kept.view(blocks, length, *kept.shape[1:])[block[slot], offset[slot]] = column[b]
-    append_rows(twin, columns, slots, block, offset, length)
-    launch_append_rows(storage, columns, slots, block, offset, length)
-    _same(twin, right)
-    _same(storage, right)
-
-
-@settings(max_examples=60)
-@given(
-    rows=ROWS, num_slots=st.integers(1, 20), length=st.integers(1, 5), share=st.floats(0, 1), kept=st.booleans(), seed=SEED,
-)  # fmt: skip
+@given(rows=ROWS, num_slots=st.integers(1, 20), more=st.integers(0, 9), share=st.floats(0, 1), kept=st.booleans(), seed=SEED)  # fmt: skip
 def test_rows_are_ingested_as_by_the_twin(
-    rows: Rows, num_slots: int, length: int, share: float, kept: bool, seed: int
+    rows: Rows, num_slots: int, more: int, share: float, kept: bool, seed: int
 ) -> None:
-    random, count, blocks = Random(seed), int(share * num_slots), num_slots + 2
+    random, count = Random(seed), int(share * num_slots)
     slab, into = random.leaves(rows, num_slots), random.leaves(rows, count)
-    storage = random.leaves(rows, blocks * length) if kept else []
-    slots = random.slots(count, num_slots)
-    block, offset = _open(random, num_slots, blocks, length)
+    storage = random.leaves(rows, count + more) if kept else []
+    slots, places = random.slots(count, num_slots), random.slots(count, count + more)
     twin_into, twin_storage = _copies(into), _copies(storage)
     right_into, right_storage = _copies(into), _copies(storage)
     for b, slot in enumerate(slots.tolist()):
         for i, source in enumerate(slab):
             if slot >= 0:
                 right_into[i][b] = source[slot]
-            if slot >= 0 and kept and block[slot] >= 0:
-                right_storage[i][block[slot] * length + offset[slot]] = source[slot]
-    ingest_rows(slab, twin_into, twin_storage, slots, block, offset, length)
-    launch_ingest_rows(slab, into, storage, slots, block, offset, length)
+            if slot >= 0 and kept and places[b] >= 0:
+                right_storage[i][places[b]] = source[slot]
+    ingest_rows(slab, twin_into, twin_storage, slots, places)
+    launch_ingest_rows(slab, into, storage, slots, places)
     _same(twin_into, right_into)
     _same(twin_storage, right_storage)
     _same(into, right_into)
@@ -246,21 +213,20 @@ def test_a_row_or_slot_that_is_not_there_is_left_out_by_the_kernel_and_refused_b
     slots = torch.tensor([1, 3])
     launch_gather_state(store, [torch.zeros(1)], slots, torch.zeros(2, dtype=torch.bool), batch)
     assert batch[0].tolist() == [1.0, 0.0]
-    launch_scatter_state(store, slots, [torch.tensor([7.0, 8.0])])
+    launch_scatter_rows(store, slots, [torch.tensor([7.0, 8.0])])
     assert store[0].tolist() == [0.0, 7.0, 2.0]
     rows, into = torch.tensor([[2, 3, -1]]), [torch.full((1, 3), 9.0)]
     launch_gather_rows(store, rows, into)
     assert into[0].tolist() == [[2.0, 9.0, 9.0]]
-    at = torch.tensor([0, 1, 5])
-    launch_append_rows(store, [torch.tensor([4.0, 5.0])], torch.tensor([2, 0]), at, at * 0, 1)
-    assert store[0].tolist() == [5.0, 7.0, 2.0]
+    launch_ingest_rows([torch.tensor([4.0, 5.0])], batch, store, torch.tensor([2, 0]), torch.tensor([1, 5]))  # fmt: skip
+    assert store[0].tolist() == [0.0, 7.0, 2.0] and batch[0].tolist() == [1.0, 4.0]
     frames, image = torch.zeros(3, 4, dtype=torch.uint8), torch.full((1, 3, 1, 4), 9, dtype=torch.uint8)  # fmt: skip
     launch_gather_frames(frames, rows, torch.zeros(1, 3, dtype=torch.bool), image)
     assert image[0, :, 0, 0].tolist() == [0, 9, 9]
     with pytest.raises(IndexError):
         gather_rows(store, rows, into)
     with pytest.raises(IndexError):
-        scatter_state(store, slots, [torch.zeros(2)])
+        scatter_rows(store, slots, [torch.zeros(2)])
 
 
 def test_any_number_of_leaves_takes_one_launch_for_each_table(on_host: HostBackend) -> None:
@@ -280,8 +246,7 @@ def test_more_words_than_threads_are_copied_too(monkeypatch: pytest.MonkeyPatch)
     launch_gather_rows([storage], rows, [into])
     assert torch.equal(into, storage[rows])
     column = torch.zeros(50, 3, dtype=torch.uint8), torch.arange(150).to(torch.uint8).view(50, 3)
-    every = torch.arange(50)
-    launch_append_rows([column[0]], [column[1]], every, every, every * 0, 1)
+    launch_scatter_rows([column[0]], torch.arange(50), [column[1]])
     assert torch.equal(*column)
 
 
@@ -325,5 +290,5 @@ def test_a_slab_that_is_not_pinned_is_named(
     monkeypatch.setattr(on_host, "mapped", lambda tensor: None)
     zero = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(build.ArgumentError, match=r"slab\[0\] is not pinned memory") as raised:
-        launch_ingest_rows([torch.zeros(1, 2)], [torch.zeros(1, 2)], (), zero, zero, zero, 1)
+        launch_ingest_rows([torch.zeros(1, 2)], [torch.zeros(1, 2)], (), zero, zero)
     assert raised.match("cudaHostRegister")
