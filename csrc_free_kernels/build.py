@@ -88,12 +88,13 @@ def kernel_or_twin(twin: Twin, tensor: Tensor) -> Twin:
     SEEDRL_KERNELS: "off" is always the twin; with "required" it is an error that kernels cannot be had; else ("auto") a warning, once.
     Raises: ConfigError, saying what to install, or that SEEDRL_KERNELS is none of these.
     """
-    if tensor.device.type != "cuda" or mode() == "off":
-        return twin
-    if backend() is None:
-        return twin
     launcher: Any = _LAUNCHERS[twin]
-    return launcher
+    return launcher if kernels_on(tensor.device) else twin
+
+
+def kernels_on(device: torch.device) -> bool:
+    """Whether tensors on `device` get kernels. Raises: ConfigError, as `kernel_or_twin`."""
+    return device.type == "cuda" and mode() != "off" and backend() is not None
 
 
 def run(twin: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -118,6 +119,11 @@ def _contiguous(value: Any) -> Any:
     if isinstance(value, list):
         return [_contiguous(part) for part in value]
     return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def prefer(wanted: str) -> None:
+    """One of MODES, for this process and its children, where SEEDRL_KERNELS says nothing."""
+    os.environ.setdefault("SEEDRL_KERNELS", wanted)
 
 
 def mode() -> str:

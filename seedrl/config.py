@@ -129,7 +129,8 @@ class Batching(Section):
         "Microseconds after which even a batch below min_batch is answered. 20 ms keeps one slow worker from stopping "
         "the others.")
     buckets: list[int] = Field(default_factory=list, max_length=64, description=
-        "Padded batch sizes in rows, rising, for captured graphs of a GPU. Not built yet: leave it empty.")
+        "Sizes in rows, rising, to which batches on a GPU are padded, each with a graph of its own; nothing is padded on the CPU. []: all slots, halves of "
+        "that, down to 8.")
     max_slots: int | None = Field(None, ge=1, le=65_536, description=
         "Seats in all. null: what the run itself fills with train, 256 with serve.")
 
@@ -170,6 +171,10 @@ class Engine(Section):
     precision: Literal["float32", "bfloat16"] = Field("float32", description=
         "Of the forward pass in acting; log-probabilities are recorded as they were computed, so that V-trace corrects for what the learner computes "
         "otherwise. float32; bfloat16 pays on a GPU, and on a CPU that has instructions for it (avx512_bf16, amx_bf16).")
+    graphs: bool = Field(True, description=
+        "Whether a GPU runs the step as a CUDA graph, which costs the host one launch a batch. true; false for a policy that looks at its numbers in forward.")
+    compile: bool = Field(False, description=
+        "Whether torch.compile compiles the policy for acting. false: it takes a minute at the start, and wants a C++ compiler on the CPU; true for large networks.")
     slow_batch_ms: float | None = Field(1000.0, gt=0, le=3_600_000, description=
         "Milliseconds beyond which a batch is said with its stages, the worst one every ten seconds. null: never.")
 
@@ -390,6 +395,9 @@ class Run(Section):
     log_every_s: float = Field(1.0, gt=0, le=86_400, description=
         "Seconds between lines of metrics.jsonl. 1 is lively and small.")
     dir: str | None = Field(None, min_length=1, description="Where the run is kept. null: runs/NAME-TIME.")
+    kernels: Literal["auto", "off", "required"] = Field("auto", description=
+        "CUDA kernels of engine and learner on a GPU. auto: where CuPy is installed, with a warning where not; off: PyTorch alone; required: an error where "
+        "they cannot be had. SEEDRL_KERNELS in the environment goes before it.")
     metrics_listen: str | None = Field(None, min_length=3, description=
         "HOST:PORT of a page for Prometheus (docs/metrics.md), read by whoever reaches it. null: none.")
 

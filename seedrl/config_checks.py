@@ -32,12 +32,9 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]
         what = f"min_batch {batching.min_batch} is more than max_batch {batching.max_batch}"
         do = f"lower min_batch, or raise max_batch to {batching.min_batch} or more"
         yield ("batching.min_batch", "batching.max_batch"), what, do
-    if batching.buckets:
-        yield (
-            ("batching.buckets",),
-            "padded batches are not built yet",
-            "leave buckets empty",
-        )
+    buckets = batching.buckets
+    if any(size < 1 for size in buckets) or sorted(set(buckets)) != buckets:
+        yield ("batching.buckets",), f"{buckets} are no sizes that rise", "give rows, each more than the one before"  # fmt: skip
     if workers.envs_per_worker % workers.groups:
         what = f"{workers.envs_per_worker} environments cannot be shared out evenly over {workers.groups} groups"
         up = -(-workers.envs_per_worker // workers.groups) * workers.groups

@@ -246,7 +246,11 @@ DQN = "algorithm:\n  name: dqn\nreplay:\n  mode: uniform\n  capacity: 9999\n"
         ("engine:\n  device: gpu\n", "given.yaml:2 engine.device", ["gpu", "cuda"]),
         ("learner:\n  device: cuda:x\n", "given.yaml:2 learner.device", ["cuda:x"]),
         ("replay:\n  device: cuda\n", "given.yaml:2 replay.device", ["cuda", "cpu"]),
-        ("batching:\n  buckets: [8, 16]\n", "given.yaml:2 batching.buckets", ["not built yet"]),
+        (
+            "batching:\n  buckets: [8, 8]\n",
+            "given.yaml:2 batching.buckets",
+            ["[8, 8] are no sizes that rise", "each more than"],
+        ),
         ("evaluation:\n  every_s: 5\n", "given.yaml:2 evaluation.every_s", ["evaluation.slots 0"]),
         (
             "algorithm:\n  name: ppo\n",

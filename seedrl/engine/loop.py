@@ -10,21 +10,24 @@ import os
 import sys
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from csrc_free_kernels.build import kernels_on, prefer
 from seedrl import host
 from seedrl.config import Config
 from seedrl.engine.batcher import Reason, Rule, choose, reason_to_fire, us_until_fire
+from seedrl.engine.device_step import DeviceStep
 from seedrl.engine.step import PolicyStep, state_leaves
-from seedrl.errors import RunError, SeedrlError
+from seedrl.errors import ConfigError, RunError, SeedrlError
 from seedrl.policy.agent import make_agent, stored_extras
-from seedrl.spec import EnvSpec
-from seedrl.store.blocks import BlockStorage
+from seedrl.spec import EnvSpec, RowSpecs
+from seedrl.store.blocks import BlockStorage, Places
 from seedrl.store.board import Board
 from seedrl.store.checkpoint import load_checkpoint
 from seedrl.store.memory import allocate, require_device, require_room
@@ -53,6 +56,9 @@ from seedrl.transport.slab import (
     SlabLayout,
 )
 
+if TYPE_CHECKING:
+    from seedrl.policy.base import Heads, Policy
+
 
 @dataclass
 class Ready:
@@ -65,6 +71,17 @@ class Ready:
     lines: np.ndarray  # int64 [G, 16]: what the groups asked
     reason: Reason
     oldest_ns: int
+    # what was seen and done when it was queued
+    flags: np.ndarray | None = None  # uint8 [B, 4]; None where no row has any
+    places: Places | None = None  # of the rows that the step stores by itself
+    begin_ns: int = 0
+    ingested_ns: int = 0
+    forwarded_ns: int = 0
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Those whose rows are trained on: int64."""
+        return self.rows if self.training is None else self.rows[self.training]
 
 
 class Seating:
@@ -114,7 +131,7 @@ class Engine:
     """The loop over one slab. `step` reads like the architecture."""
 
     def __init__(
-        self, slab: Slab, bell: int, doors: list[int], board: Board, policy_step: PolicyStep, rule: Rule,
+        self, slab: Slab, bell: int, doors: list[int], board: Board, policy_step: PolicyStep | DeviceStep, rule: Rule,
         writer: ReplayWriter | None, subscriber: Subscriber | None, admission: tuple[int, int] | None, iterations: bool = False,
     ) -> None:  # fmt: skip
         self.slab, self.bell, self.doors, self.board = slab, bell, doors, board
@@ -132,6 +149,7 @@ class Engine:
         self._acted_by = np.zeros(slab.layout.num_groups, np.int64)
         self._first_version: int | None = None
         self._in_episode = np.zeros(slab.layout.num_slots, bool)
+        self._in_flight: deque[Ready] = deque()
         self._asked = slab.asked[:, SEQUENCE]
         self._answered = slab.answered[:, SEQUENCE]
         self._phase = Phase.WAIT
@@ -145,27 +163,53 @@ class Engine:
 
     @torch.inference_mode()  # once for the whole step: to enter it costs as much as a small layer
     def step(self) -> bool:
-        """One batch; False when the supervisor wants the engine to end."""
+        """One batch, or one more on its way; False when the supervisor wants the engine to end."""
         ready = self.wait()
-        if ready is None:
+        if ready is not None:
+            self._in_flight.append(ready)
+            self._queue(ready)
+        elif not self._in_flight:
             return False
+        if ready is None or len(self._in_flight) == self.policy_step.depth:
+            self._land(self._in_flight.popleft())
+        return True
+
+    def _queue(self, ready: Ready) -> None:
+        """The batch from the slab through the policy; on a GPU this is only asked for here."""
+        step = self.policy_step
         self._new_weights()
-        t0 = time.monotonic_ns()
-        self.policy_step.ingest(ready.rows)
+        ready.begin_ns = time.monotonic_ns()
+        step.ingest(ready.rows)
+        ready.flags = step.flags[: ready.rows.size] if step.eventful else None
         self._log_episodes(ready)
-        t1 = time.monotonic_ns()
-        self.policy_step.forward(ready.rows, ready.evaluation)
-        t2 = time.monotonic_ns()
+        ready.ingested_ns = time.monotonic_ns()
+        if isinstance(step, DeviceStep):
+            if self._stores(ready):
+                assert self.writer is not None
+                ready.places = self.writer.place(ready.slots)
+            step.forward(ready.rows, ready.evaluation, ready.places, ready.training, self.version)
+        else:
+            step.forward(ready.rows, ready.evaluation)
+        asked = ready.lines[:, SEQUENCE]
+        self.seating.answered[ready.groups] = asked
+        if self._iterations:
+            self._acted_by[ready.groups] = self.version
+        ready.forwarded_ns = time.monotonic_ns()
+
+    def _land(self, ready: Ready) -> None:
+        """Its answer, and its rows for the learner."""
         self.answer(ready)
-        t3 = time.monotonic_ns()
+        answered_ns = time.monotonic_ns()
         self._count(ready)
         self.append(ready)
-        t4 = time.monotonic_ns()
-        own_ns = t4 - t0 if t4 < self._look_at_ns else self._own_time(t0, t4)
-        self.board.log_batch(
-            ready.oldest_ns, t0, t1, t2, t3, t4, own_ns, ready.rows.size, ready.groups, ready.lines
+        end_ns, begin_ns = time.monotonic_ns(), ready.begin_ns
+        own_ns = (
+            end_ns - begin_ns if end_ns < self._look_at_ns else self._own_time(begin_ns, end_ns)
         )
-        return True
+        self.board.log_batch(
+            ready.oldest_ns, begin_ns, ready.ingested_ns, ready.forwarded_ns, answered_ns, end_ns, own_ns, ready.rows.size, ready.groups,
+            ready.lines,
+        )  # fmt: skip
 
     def _own_time(self, begin_ns: int, end_ns: int) -> int:
         """Processor time of this thread in a batch that began and ended then.
@@ -183,9 +227,15 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ wait
 
     def wait(self) -> Ready | None:
-        """Sleeps until a batch fires; None when it is time to end."""
+        """Sleeps until a batch fires; None when it is time to end.
+
+        With a batch in flight it does not sleep: None when no other fires now. Seats and phases change when none is.
+        """
         seating, slab, bell = self.seating, self.slab, self.bell
         while True:
+            changed = self._epoch[0] != seating.epoch or self._wanted_phase[0] != self._phase
+            if changed and self._in_flight:
+                return None
             if self._epoch[0] != seating.epoch:
                 self._reseat()
             if self._wanted_phase[0] != self._phase and not self._enter_phase():
@@ -211,6 +261,8 @@ class Engine:
                         return ready
                 else:
                     timeout_us = us_until_fire(count, oldest_us, self.rule)
+            if self._in_flight:
+                return None
             if self._blocked_since and timeout_us is None:
                 timeout_us = _BLOCKED_LOOK_US  # so that the time blocked is told while it lasts
             asleep_ns = time.monotonic_ns()
@@ -357,10 +409,9 @@ class Engine:
 
     def _log_episodes(self, ready: Ready) -> None:
         """Logs the episodes that end in this batch: before the answer, which gives their rows back to the worker."""
-        if not self.policy_step.eventful:
+        rows, slab, flags = ready.rows, self.slab, ready.flags
+        if flags is None:
             return
-        rows, slab = ready.rows, self.slab
-        flags = self.policy_step.flags[: rows.size]
         at = np.flatnonzero(flags[:, 0] | flags[:, 1])
         if not at.size:
             return
@@ -376,8 +427,8 @@ class Engine:
         """Counts rows and environment steps, and what the batch fired for."""
         rows, board = ready.rows, self.board
         counted, first = rows.size if ready.training is None else ready.training.size, 0
-        if self.policy_step.eventful:
-            flags = self.policy_step.flags[: rows.size]
+        flags = ready.flags
+        if flags is not None:
             self._in_episode[rows] = (flags[:, 0] | flags[:, 1]) == 0
             if ready.training is not None:
                 flags = flags[ready.training]
@@ -393,23 +444,29 @@ class Engine:
     def answer(self, ready: Ready) -> None:
         """Actions into the slab, sequence numbers after them, a ring for each group."""
         self.policy_step.answer(ready.rows)
-        asked = ready.lines[:, SEQUENCE]
-        self.seating.answered[ready.groups] = asked
-        if self._iterations:
-            self._acted_by[ready.groups] = self.version
-        self._answered[ready.groups] = asked
+        self._answered[ready.groups] = ready.lines[:, SEQUENCE]
         for group in ready.groups.tolist():
             os.eventfd_write(self.doors[group], 1)
 
     def append(self, ready: Ready) -> None:
-        if self.writer is None or (ready.training is not None and not ready.training.size):
+        """What the batch has made is the store's, and what it completed is announced."""
+        if not self._stores(ready):
             return
-        columns, states = self.policy_step.columns(self.version, ready.training)
-        slots = ready.rows if ready.training is None else ready.rows[ready.training]
-        self.board.add("rows_stored", self.writer.append(slots, columns, states))
+        assert self.writer is not None
+        if isinstance(self.policy_step, DeviceStep):
+            assert ready.places is not None
+            stored = 0 if ready.places.done is None else self.writer.announce(ready.places.done)
+        else:
+            columns, states = self.policy_step.columns(self.version, ready.training)
+            stored = self.writer.append(ready.slots, columns, states)
+        self.board.add("rows_stored", stored)
+
+    def _stores(self, ready: Ready) -> bool:
+        return self.writer is not None and (ready.training is None or ready.training.size > 0)
 
 
 _CPU = torch.device("cpu")
+_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister
 _BLOCKED_LOOK_US = 100_000.0
 _UNWRITTEN_NS = 10_000_000  # no timer: whoever reads rings the bell when nothing came
 _LOOK_NS = 1_000_000
@@ -427,18 +484,16 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     slab_fd, bell, learner_bell, board_fd, *doors = fds
     slab = Slab(host.map_shared(slab_fd, layout.nbytes), layout)
     board = Board(host.map_shared(board_fd, Board.nbytes(len(spec.stats))), len(spec.stats))
+    prefer(config.run.kernels)
     torch.set_num_threads(config.engine.threads)
     device = require_device(config.engine.device, "engine.device")
     store_device = device if config.replay.device in (None, config.engine.device) else _CPU
+    if device.type == "cuda":  # before the learner's, where they share the device
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
     policy, heads = make_agent(config, spec, layout.num_slots)
     policy = policy.eval().to(device)
     max_batch = min(config.batching.max_batch or layout.num_slots, layout.num_slots)
     extras = stored_extras(config, policy) if start["learner"] else {}
-    step = PolicyStep(
-        policy, heads, slab, layout.num_slots, config.run.seed, start["greedy"], device, store_device, extras=extras,
-        precision=config.engine.precision,
-    )  # fmt: skip
-    step.greedy_for_all = start["greedy"] and not start["learner"]
     batching = config.batching
     rule = Rule(
         max_batch,
@@ -451,7 +506,8 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     iterations = False
     shared: list[int] = []
     handle = None
-    sizes: dict[str, Any] = {"slab": layout.nbytes, "state": step.states.nbytes}
+    storage: BlockStorage | None = None
+    sizes: dict[str, Any] = {"slab": layout.nbytes}
     if start["learner"]:
         plan = StorePlan.of(
             config, spec, heads.stored_specs(), state_leaves(policy), layout.num_slots, extras
@@ -465,11 +521,8 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
         )
         shared = [control, buffers, *([] if replay.fd is None else [replay.fd])]
         handle = replay.handle
-        writer = plan.writer(
-            BlockStorage(plan.blocks, memory),
-            host.map_shared(control, plan.control.nbytes),
-            learner_bell,
-        )
+        storage = BlockStorage(plan.blocks, memory)
+        writer = plan.writer(storage, host.map_shared(control, plan.control.nbytes), learner_bell)
         subscriber = Subscriber(host.map_shared(buffers, weights.nbytes), weights)
         max_lag = plan.admission
         admission = None if max_lag is None else (max_lag, config.learner.batch_size)
@@ -480,6 +533,12 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     else:
         checkpoint = load_checkpoint(Path(start["checkpoint"]))
         checkpoint.load_into(policy, spec)
+    try:
+        step = _make_step(config, policy, heads, slab, device, storage, start["greedy"], extras)
+    except torch.OutOfMemoryError as error:
+        raise _no_room(device, policy, layout.num_slots, storage) from error
+    step.greedy_for_all = start["greedy"] and not start["learner"]
+    sizes["state"] = step.states.nbytes
     engine = Engine(slab, bell, doors, board, step, rule, writer, subscriber, admission, iterations)
     if not start["learner"]:
         engine.version = checkpoint.updates
@@ -488,6 +547,54 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
         shared,
         {"sizes": sizes, "replay_handle": handle, "replay_device": str(store_device)},
     )
+
+
+def _make_step(
+    config: Config, policy: Policy, heads: Heads, slab: Slab, device: torch.device, storage: BlockStorage | None, greedy: bool,
+    extras: RowSpecs,
+) -> PolicyStep | DeviceStep:  # fmt: skip
+    """A GPU's own where kernels can be had and rows are stored there; else the one that copies leaf by leaf."""
+    section, seed, slots = config.engine, config.run.seed, slab.layout.num_slots
+    if section.compile:  # sizes of batches are few where there are graphs
+        policy.compile(dynamic=not section.graphs or device.type == "cpu")
+    near = storage is None or storage.device == device
+    if device.type == "cuda" and near and kernels_on(device):
+        _map_slab(slab)
+        return DeviceStep(
+            policy, heads, slab, slots, seed, greedy, device, storage, extras=extras, precision=section.precision,
+            buckets=config.batching.buckets, graphs=section.graphs,
+        )  # fmt: skip
+    return PolicyStep(
+        policy, heads, slab, slots, seed, greedy, device, _CPU if storage is None else storage.device, extras=extras,
+        precision=section.precision, compiled=section.compile,
+    )  # fmt: skip
+
+
+def _no_room(
+    device: torch.device, policy: Policy, num_slots: int, storage: BlockStorage | None
+) -> ConfigError:
+    """What was wanted, and how much of replay would leave room for it."""
+    mib = 1 << 20
+    state = num_slots * sum(leaf.nbytes for leaf in state_leaves(policy)) // mib
+    blocks = {} if storage is None else storage.layout.bytes_by_leaf()
+    rows = 0 if storage is None else storage.layout.num_rows
+    by_leaf = ", ".join(f"{name} {nbytes // mib}" for name, nbytes in blocks.items())
+    return ConfigError(
+        what=f"{device} has no room left for the policy's step: states of {num_slots} slots take {state} MiB, replay {sum(blocks.values()) // mib} "
+        f"MiB for {rows} rows ({by_leaf})",
+        where="replay.capacity, batching.max_slots",
+        do=f"set replay.capacity to {int(0.8 * rows)} rows or fewer, batching.buckets to fewer sizes, or replay.device=cpu",
+    )  # fmt: skip
+
+
+def _map_slab(slab: Slab) -> None:
+    """Lets the device read the slab where it lies. Raises: RunError when the driver will not."""
+    code = int(torch.cuda.cudart().cudaHostRegister(slab.control.ctypes.data, slab.layout.nbytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]  # fmt: skip
+    if code:
+        raise RunError(
+            what=f"cudaHostRegister refused the {slab.layout.nbytes} bytes of observations: error {code}",
+            where="engine.device", do="raise the limit of locked memory (ulimit -l), or set run.kernels=off",
+        )  # fmt: skip
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,48 @@ from seedrl.transport.slab import Slab
 if TYPE_CHECKING:
     from seedrl.policy.base import Heads, Policy
 
-_FIRST = 2  # column of `flags`
+FIRST = 2  # column of `flags`
 _CPU = torch.device("cpu")
+
+
+class Forward:
+    """The policy's forward pass over a batch in the precision that is asked for; states, numbers and values keep their dtypes.
+
+    Args: extras: what the policy declares beside its numbers.
+    """
+
+    def __init__(
+        self, policy: Policy, device: torch.device, precision: str, extras: RowSpecs
+    ) -> None:
+        self._policy, self._device, self._extras = policy, device, extras
+        self._bfloat16 = precision == "bfloat16"
+
+    def __call__(
+        self, obs: Any, state: State, first: Tensor, entering: list[Tensor]
+    ) -> tuple[Tensor, Tensor, State, dict[str, Tensor]]:
+        """Args: as of `Policy.forward`, obs a dict even of one leaf or that leaf; entering: the leaves of `state`."""
+        if isinstance(obs, dict) and len(obs) == 1:
+            (obs,) = obs.values()
+        narrow = torch.autocast(self._device.type, torch.bfloat16) if self._bfloat16 else nullcontext()  # fmt: skip
+        with narrow:
+            inputs, value, new, *more = self._policy(obs, state, first)
+        extras: dict[str, Tensor] = {}
+        if self._extras:
+            (extras,) = more
+            require_extras(extras, self._extras, tuple(first.shape), "the policy")
+        if self._bfloat16:
+            kept = [leaf.to(of.dtype) for leaf, of in zip(leaves(new), entering, strict=True)]
+            return inputs.float(), value.float(), rebuild(new, kept), extras
+        return inputs, value, new, extras
+
+
+def added_values(
+    inputs: Tensor, mask: Tensor | None, actions: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """What first priorities are made of: values of the best legal and of the taken action, [1, B] each, of values [1, B, n]."""
+    (taken,) = actions.values()
+    taken_value = inputs.gather(-1, taken.unsqueeze(-1)).squeeze(-1)
+    return {BEST_VALUE: masked(inputs, mask).amax(-1), TAKEN_VALUE: taken_value}
 
 
 @dataclass(frozen=True)
@@ -52,13 +93,15 @@ class PolicyStep:
         policy: on the device. store_device: where `columns` go, the policy's device or the cpu.
         apart: whether the device has memory of its own; None: unless it is the cpu.
         extras: what is stored beside each row: the policy's own, and values of the action if they are among them.
-        precision: of the forward pass, "float32" or "bfloat16".
+        precision: of the forward pass, "float32" or "bfloat16". compiled: whether the policy is, by torch.
     """
+
+    depth = 1  # batches in flight
 
     def __init__(
         self, policy: Policy, heads: Heads, slab: Slab, max_rows: int, seed: int, greedy: bool,
         device: torch.device = _CPU, store_device: torch.device = _CPU, apart: bool | None = None,
-        extras: RowSpecs | None = None, precision: str = "float32",
+        extras: RowSpecs | None = None, precision: str = "float32", compiled: bool = False,
     ) -> None:  # fmt: skip
         self.policy, self.heads, self._slab, self._greedy = policy, heads, slab, greedy
         self.greedy_for_all = (
@@ -74,8 +117,8 @@ class PolicyStep:
         self.states = StateStore(policy.initial_state(1), slab.layout.num_slots, device)
         self._generator = torch.Generator(device).manual_seed(seed)
         # where small layers are, their calls cost more than they do
-        self._bfloat16 = precision == "bfloat16"
-        self._fast = None if self._apart or self._bfloat16 else NumpyPolicy.of(policy, max_rows)
+        plain = precision == "float32" and not compiled and not self._apart
+        self._fast = NumpyPolicy.of(policy, max_rows) if plain else None
         self._choice = None if self._apart else NumpyChoice.of(heads, max_rows, seed)
         self._stage: dict[str, np.ndarray] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -111,6 +154,7 @@ class PolicyStep:
             name: about for name, about in (extras or {}).items() if name not in ACTING_VALUES
         }
         self._keeps_values = BEST_VALUE in (extras or {})
+        self._forward = Forward(policy, device, precision, self._of_policy)
         self._state_in: list[Tensor] = []
         self.eventful = True  # whether any row of the batch has a flag
         self.flags = self._stage["flags"]  # uint8 [max_rows, 4]
@@ -149,7 +193,7 @@ class PolicyStep:
             source.take(rows, 0, staged, "clip")
         self.eventful = bool(window.events.any())
         if self.eventful:
-            np.not_equal(window.flags[:, _FIRST], 0, out=window.first_host)
+            np.not_equal(window.flags[:, FIRST], 0, out=window.first_host)
         else:
             window.first_host.fill(False)
         for on_device, host in window.copies:  # the answer, which is waited for, comes after them
@@ -181,10 +225,9 @@ class PolicyStep:
             numbers, self._value, left = self._fast(window.host_obs, entering)
             inputs, new = torch.from_numpy(numbers[None]), [torch.from_numpy(leaf) for leaf in left]
         else:
-            inputs, self._value, new, *more = self._forward(window, state)
-            if self._of_policy:
-                require_extras(more[0], self._of_policy, (1, rows.size), "the policy")
-                self._extras = more[0]
+            inputs, self._value, new, self._extras = self._forward(
+                window.obs, state, window.first, self._state_in
+            )
         self.states.scatter(rows, new)
         best = np.arange(rows.size) if self.greedy_for_all else evaluation if self._greedy else None
         if self._choice is not None:
@@ -208,17 +251,7 @@ class PolicyStep:
                 drawn.index_copy_(1, at, likeliest[name])
         self.actions = actions
         if self._keeps_values:
-            (taken,) = actions.values()
-            self._extras[BEST_VALUE] = masked(inputs, mask).amax(-1)
-            self._extras[TAKEN_VALUE] = inputs.gather(-1, taken.unsqueeze(-1)).squeeze(-1)
-
-    def _forward(self, window: _Window, state: State) -> Any:
-        if not self._bfloat16:
-            return self.policy(window.obs, state, window.first)
-        with torch.autocast(self._device.type, torch.bfloat16):
-            inputs, value, new, *more = self.policy(window.obs, state, window.first)
-        kept = [leaf.to(of.dtype) for leaf, of in zip(leaves(new), self._state_in, strict=True)]
-        return inputs.float(), value.float(), rebuild(new, kept), *more
+            self._extras = {**self._extras, **added_values(inputs, mask, actions)}
 
     def answer(self, rows: np.ndarray) -> None:
         """Writes the actions, as the environments want them, into the slab."""

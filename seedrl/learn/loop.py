@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from csrc_free_kernels.build import prefer
 from seedrl import host
 from seedrl.config import Config
 from seedrl.errors import ConfigError, RunError, SeedrlError
@@ -433,6 +434,7 @@ def build(start: dict[str, Any], fds: list[int], channel: Channel) -> Learner:
     """The learner of a start message."""
     config, spec = Config.model_validate(start["config"]), EnvSpec.from_dict(start["spec"])
     board_fd, bell, engine_bell, *store_fds = fds
+    prefer(config.run.kernels)
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     device = require_device(config.learner.device, "learner.device")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -352,6 +352,30 @@ class Heads:
 
     def log_prob(self, inputs: Tensor, actions: dict[str, Tensor], mask: Tensor | None) -> Tensor:
         return self.evaluate(inputs, actions, mask)[0]
+
+    @property
+    def branches(self) -> tuple[int, ...]:
+        """Sizes of all choices, in order, where there is nothing else to draw; else none."""
+        chosen = all(isinstance(head, _Discrete | _MultiDiscrete) for head in self._heads.values())
+        return tuple(n for leaf in self.leaves for n in leaf.n) if chosen else ()
+
+    def of_branches(self, choices: Tensor) -> dict[str, Tensor]:
+        """Stored actions from int64 [..., C], one number for each of `branches`."""
+        parts = choices.split([len(leaf.n) for leaf in self.leaves], -1)
+        return {
+            leaf.name: part.reshape(*choices.shape[:-1], *head.stored[1])
+            for leaf, head, part in zip(self.leaves, self._heads.values(), parts, strict=True)
+        }
+
+    def to(self, device: torch.device) -> Self:
+        """The same heads, with their constants on the device."""
+        for part in (self, *self._heads.values()):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    setattr(part, name, value.to(device))
+                elif isinstance(value, list) and value and isinstance(value[0], Tensor):
+                    setattr(part, name, [each.to(device) for each in value])
+        return self
 
     def to_env(self, actions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Stored actions as the environment takes them: its dtype, start and range."""

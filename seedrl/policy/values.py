@@ -76,6 +76,11 @@ class ValueHeads(Heads):
         super().__init__(action)
         self.epsilon, self._name = torch.from_numpy(epsilon), action[0].name
 
+    @property
+    def branches(self) -> tuple[int, ...]:
+        """None: what is drawn does not follow the numbers."""
+        return ()
+
     def sample(
         self, inputs: Tensor, mask: Tensor | None, generator: torch.Generator | None = None, slots: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip

@@ -73,9 +73,7 @@ class StateStore:
         count = slots.size
         taken = [batch[:count] for batch in self._batch]
         if not self._arrays:
-            index, begins = (torch.from_numpy(x).to(self._device) for x in (slots, first))
-            run(gather_state, self._store, self._initial, index, begins, taken)
-            return rebuild(self.like, taken), taken
+            return self.gather_on_device(*(torch.from_numpy(x).to(self._device) for x in (slots, first)))  # fmt: skip
         for array, batch in zip(self._arrays, taken, strict=True):
             array.take(slots, 0, batch.numpy(), "clip")
         if first.any():
@@ -92,5 +90,17 @@ class StateStore:
             for array, new in zip(self._arrays, leaves(state), strict=True):
                 array[slots] = new.numpy()
             return
-        index = torch.from_numpy(slots).to(self._device)
-        run(scatter_rows, self._store, index, leaves(state))
+        self.scatter_on_device(torch.from_numpy(slots).to(self._device), leaves(state))
+
+    def gather_on_device(self, slots: Tensor, first: Tensor) -> tuple[State, list[Tensor]]:
+        """`gather` of slots int64 [B] and first bool [B] that lie on the device: a slot below 0 has the initial state."""
+        if not self._store:
+            return self.like, []
+        taken = [batch[: slots.numel()] for batch in self._batch]
+        run(gather_state, self._store, self._initial, slots, first, taken)
+        return rebuild(self.like, taken), taken
+
+    def scatter_on_device(self, slots: Tensor, new: list[Tensor]) -> None:
+        """`scatter` of slots int64 [B] that lie on the device, below 0 for nowhere, and leaves [B, ...]."""
+        if self._store:
+            run(scatter_rows, self._store, slots, new)
