@@ -168,9 +168,10 @@ class Engine(Section):
         "Where the policy acts: cpu, cuda or cuda:N. cpu, which every machine has.")
     threads: int = Field(1, ge=1, le=1024, description=
         "Torch's threads. 1, as small networks lose more to their handover than they gain.")
-    precision: Literal["float32", "bfloat16"] = Field("float32", description=
+    precision: Literal["float32", "bfloat16", "float16"] = Field("float32", description=
         "Of the forward pass in acting; log-probabilities are recorded as they were computed, so that V-trace corrects for what the learner computes "
-        "otherwise. float32; bfloat16 pays on a GPU, and on a CPU that has instructions for it (avx512_bf16, amx_bf16).")
+        "otherwise. float32; bfloat16 pays on a GPU, and on a CPU that has instructions for it (avx512_bf16, amx_bf16); float16 has finer steps and "
+        "ends at 65504.")
     graphs: bool = Field(True, description=
         "Whether a GPU runs the step as a CUDA graph, which costs the host one launch a batch. true; false for a policy that looks at its numbers in forward.")
     compile: bool = Field(False, description=

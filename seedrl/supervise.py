@@ -152,6 +152,7 @@ class Supervisor:
         )  # a bell each, and a worker or two
         self._slab_fd = host.memfd("slab", self.layout.nbytes)
         self.slab = Slab(host.map_shared(self._slab_fd, self.layout.nbytes), self.layout)
+        self.slab.fill(self.spec)
         self._board_fd = host.memfd("board", Board.nbytes(stats))
         self.board = Board(host.map_shared(self._board_fd, Board.nbytes(stats)), stats)
         self._batches, self._batches_counted_s = BatchReader(self.board), 0.0

@@ -77,7 +77,7 @@ class DeviceStep:
 
     Args:
         policy, heads: on the device. storage: the rows of replay there, or None where nothing is stored.
-        extras: what is stored beside each row. precision: of the forward pass, "float32" or "bfloat16".
+        extras: what is stored beside each row. precision: of the forward pass: "float32", "bfloat16" or "float16".
         buckets: see `buckets_up_to`. graphs: whether the step is captured, which no policy stands that looks at its numbers on the host.
     Raises: ConfigError when it cannot be captured.
     """
@@ -128,7 +128,10 @@ class DeviceStep:
         for name, leaf in sources.items():
             dtype = torch_dtype(leaf.dtype.name)
             found.append(torch.from_numpy(leaf).view(dtype))
-            staged[name] = torch.zeros(max_rows, *leaf.shape[1:], dtype=dtype, device=self._device)
+            # rows of padding, too, are seen by the policy
+            staged[name] = (
+                found[-1][:1].to(self._device).repeat(max_rows, *(1 for _ in leaf.shape[1:]))
+            )
         return found, staged
 
     # ------------------------------------------------------------------------------------------------- on the host

@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from csrc_free_kernels.build import kernels_on, prefer
+from csrc_free_kernels.build import prefer
 from seedrl import host
 from seedrl.config import Config
 from seedrl.engine.batcher import Reason, Rule, choose, reason_to_fire, us_until_fire
 from seedrl.engine.device_step import DeviceStep
+from seedrl.engine.make_step import make_step
 from seedrl.engine.step import PolicyStep, state_leaves
-from seedrl.errors import ConfigError, RunError, SeedrlError
+from seedrl.errors import RunError, SeedrlError
 from seedrl.policy.agent import make_agent, stored_extras
-from seedrl.spec import EnvSpec, RowSpecs
+from seedrl.spec import EnvSpec
 from seedrl.store.blocks import BlockStorage, Places
 from seedrl.store.board import Board
 from seedrl.store.checkpoint import load_checkpoint
@@ -57,7 +58,7 @@ from seedrl.transport.slab import (
 )
 
 if TYPE_CHECKING:
-    from seedrl.policy.base import Heads, Policy
+    pass
 
 
 @dataclass
@@ -466,7 +467,6 @@ class Engine:
 
 
 _CPU = torch.device("cpu")
-_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister
 _BLOCKED_LOOK_US = 100_000.0
 _UNWRITTEN_NS = 10_000_000  # no timer: whoever reads rings the bell when nothing came
 _LOOK_NS = 1_000_000
@@ -533,10 +533,7 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
     else:
         checkpoint = load_checkpoint(Path(start["checkpoint"]))
         checkpoint.load_into(policy, spec)
-    try:
-        step = _make_step(config, policy, heads, slab, device, storage, start["greedy"], extras)
-    except torch.OutOfMemoryError as error:
-        raise _no_room(device, policy, layout.num_slots, storage) from error
+    step = make_step(config, policy, heads, slab, device, storage, start["greedy"], extras)
     step.greedy_for_all = start["greedy"] and not start["learner"]
     sizes["state"] = step.states.nbytes
     engine = Engine(slab, bell, doors, board, step, rule, writer, subscriber, admission, iterations)
@@ -547,54 +544,6 @@ def build(start: dict[str, Any], fds: list[int]) -> tuple[Engine, list[int], dic
         shared,
         {"sizes": sizes, "replay_handle": handle, "replay_device": str(store_device)},
     )
-
-
-def _make_step(
-    config: Config, policy: Policy, heads: Heads, slab: Slab, device: torch.device, storage: BlockStorage | None, greedy: bool,
-    extras: RowSpecs,
-) -> PolicyStep | DeviceStep:  # fmt: skip
-    """A GPU's own where kernels can be had and rows are stored there; else the one that copies leaf by leaf."""
-    section, seed, slots = config.engine, config.run.seed, slab.layout.num_slots
-    if section.compile:  # sizes of batches are few where there are graphs
-        policy.compile(dynamic=not section.graphs or device.type == "cpu")
-    near = storage is None or storage.device == device
-    if device.type == "cuda" and near and kernels_on(device):
-        _map_slab(slab)
-        return DeviceStep(
-            policy, heads, slab, slots, seed, greedy, device, storage, extras=extras, precision=section.precision,
-            buckets=config.batching.buckets, graphs=section.graphs,
-        )  # fmt: skip
-    return PolicyStep(
-        policy, heads, slab, slots, seed, greedy, device, _CPU if storage is None else storage.device, extras=extras,
-        precision=section.precision, compiled=section.compile,
-    )  # fmt: skip
-
-
-def _no_room(
-    device: torch.device, policy: Policy, num_slots: int, storage: BlockStorage | None
-) -> ConfigError:
-    """What was wanted, and how much of replay would leave room for it."""
-    mib = 1 << 20
-    state = num_slots * sum(leaf.nbytes for leaf in state_leaves(policy)) // mib
-    blocks = {} if storage is None else storage.layout.bytes_by_leaf()
-    rows = 0 if storage is None else storage.layout.num_rows
-    by_leaf = ", ".join(f"{name} {nbytes // mib}" for name, nbytes in blocks.items())
-    return ConfigError(
-        what=f"{device} has no room left for the policy's step: states of {num_slots} slots take {state} MiB, replay {sum(blocks.values()) // mib} "
-        f"MiB for {rows} rows ({by_leaf})",
-        where="replay.capacity, batching.max_slots",
-        do=f"set replay.capacity to {int(0.8 * rows)} rows or fewer, batching.buckets to fewer sizes, or replay.device=cpu",
-    )  # fmt: skip
-
-
-def _map_slab(slab: Slab) -> None:
-    """Lets the device read the slab where it lies. Raises: RunError when the driver will not."""
-    code = int(torch.cuda.cudart().cudaHostRegister(slab.control.ctypes.data, slab.layout.nbytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]  # fmt: skip
-    if code:
-        raise RunError(
-            what=f"cudaHostRegister refused the {slab.layout.nbytes} bytes of observations: error {code}",
-            where="engine.device", do="raise the limit of locked memory (ulimit -l), or set run.kernels=off",
-        )  # fmt: skip
 
 
 def main() -> int:

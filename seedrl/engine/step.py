@@ -36,7 +36,9 @@ class Forward:
         self, policy: Policy, device: torch.device, precision: str, extras: RowSpecs
     ) -> None:
         self._policy, self._device, self._extras = policy, device, extras
-        self._bfloat16 = precision == "bfloat16"
+        self._narrow: torch.dtype | None = (
+            None if precision == "float32" else getattr(torch, precision)
+        )
 
     def __call__(
         self, obs: Any, state: State, first: Tensor, entering: list[Tensor]
@@ -44,14 +46,13 @@ class Forward:
         """Args: as of `Policy.forward`, obs a dict even of one leaf or that leaf; entering: the leaves of `state`."""
         if isinstance(obs, dict) and len(obs) == 1:
             (obs,) = obs.values()
-        narrow = torch.autocast(self._device.type, torch.bfloat16) if self._bfloat16 else nullcontext()  # fmt: skip
-        with narrow:
+        with nullcontext() if self._narrow is None else torch.autocast(self._device.type, self._narrow):  # fmt: skip
             inputs, value, new, *more = self._policy(obs, state, first)
         extras: dict[str, Tensor] = {}
         if self._extras:
             (extras,) = more
             require_extras(extras, self._extras, tuple(first.shape), "the policy")
-        if self._bfloat16:
+        if self._narrow is not None:
             kept = [leaf.to(of.dtype) for leaf, of in zip(leaves(new), entering, strict=True)]
             return inputs.float(), value.float(), rebuild(new, kept), extras
         return inputs, value, new, extras
@@ -93,7 +94,7 @@ class PolicyStep:
         policy: on the device. store_device: where `columns` go, the policy's device or the cpu.
         apart: whether the device has memory of its own; None: unless it is the cpu.
         extras: what is stored beside each row: the policy's own, and values of the action if they are among them.
-        precision: of the forward pass, "float32" or "bfloat16". compiled: whether the policy is, by torch.
+        precision: of the forward pass: "float32", "bfloat16" or "float16". compiled: whether the policy is, by torch.
     """
 
     depth = 1  # batches in flight

@@ -117,6 +117,13 @@ class Slab:
         )
         self.stats, self.mask = arrays["stats"], arrays["mask"]
 
+    def fill(self, spec: EnvSpec) -> None:
+        """Makes rows that no environment has written yet observations of their spaces, with every action legal: the policy may be tried on them."""
+        for leaf in spec.observation:
+            if any(leaf.start):
+                self.obs[leaf.name][:] = np.reshape(leaf.start, leaf.shape)
+        self.mask[:] = 1
+
     def group_view(self, start: int, size: int, group: int = 0) -> GroupView:
         """The rows of one group, as its worker sees them."""
         return GroupView(self, slice(start, start + size), group)

@@ -72,6 +72,7 @@ def a_spec(action: spaces.Space[Any], mask: str | None = None) -> EnvSpec:
     observation = spaces.Dict({
         "bytes": spaces.Box(0, 255, (3, 2), np.uint8), "short": spaces.Box(0, 9, (2,), np.uint16),
         "bits": spaces.Box(0, 1, (4,), bool), "double": spaces.Box(-9, 9, (), np.float64),
+        "choice": spaces.Discrete(2, start=5),
     })  # fmt: skip
     return spec_from_spaces(observation, action, action_mask=mask, stats=(), env_id="x")
 
@@ -87,12 +88,15 @@ ACTIONS = {
 
 def a_slab(spec: EnvSpec) -> Slab:
     layout = SlabLayout.of(spec, SLOTS, SLOTS)
-    return Slab(host.map_shared(host.memfd("slab", layout.nbytes), layout.nbytes), layout)
+    slab = Slab(host.map_shared(host.memfd("slab", layout.nbytes), layout.nbytes), layout)
+    slab.fill(spec)
+    return slab
 
 
 def fill(slab: Slab, rng: np.random.Generator) -> None:
-    for column in slab.obs.values():
-        column[:] = rng.integers(0, 2, column.shape).astype(column.dtype)
+    for name, column in slab.obs.items():
+        begin = 5 if name.endswith("choice") else 0
+        column[:] = (begin + rng.integers(0, 2, column.shape)).astype(column.dtype)
     slab.reward[:] = rng.normal(size=SLOTS)
     slab.flags[:] = rng.integers(0, 2, slab.flags.shape)
     slab.mask[:] = rng.integers(0, 2, slab.mask.shape)

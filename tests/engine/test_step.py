@@ -1,5 +1,7 @@
 """A device with memory of its own: the CPU, used as if it had. What is acted and stored must not differ."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from gymnasium import spaces
 
 from seedrl import host
 from seedrl.config import Config, PolicySection
+from seedrl.engine.make_step import make_step
 from seedrl.engine.step import PolicyStep, state_leaves
 from seedrl.errors import ConfigError
 from seedrl.policy.agent import make_agent, stored_extras
@@ -172,8 +175,10 @@ def test_values_of_the_best_legal_and_of_the_taken_action_are_stored(
     assert differ > 5
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
-def test_in_bfloat16_what_is_recorded_is_what_was_computed(core: str) -> None:
+@pytest.mark.parametrize(
+    ("core", "precision"), [("none", "bfloat16"), ("lstm", "bfloat16"), ("none", "float16")]
+)
+def test_in_half_the_bits_what_is_recorded_is_what_was_computed(core: str, precision: str) -> None:
     """Log-probabilities are those of the numbers that the actions were drawn from, to float32's rounding; states stay float32."""
     spec = spec_from_spaces(spaces.Box(-1, 1, (6,)), spaces.Discrete(5), action_mask=None, stats=(), env_id="x")  # fmt: skip
     torch.manual_seed(1)
@@ -181,7 +186,7 @@ def test_in_bfloat16_what_is_recorded_is_what_was_computed(core: str) -> None:
     with torch.no_grad():
         policy.heads.weight.mul_(300)  # type: ignore[union-attr, operator]
     slab, rows, rng = a_slab(spec), np.arange(SLOTS), np.random.default_rng(0)
-    step = PolicyStep(policy, Heads(spec.action), slab, SLOTS, 5, False, precision="bfloat16")
+    step = PolicyStep(policy, Heads(spec.action), slab, SLOTS, 5, False, precision=precision)
     differ = 0
     for _ in range(5):
         slab.obs["observation"][:] = rng.normal(size=(SLOTS, 6))
@@ -191,7 +196,7 @@ def test_in_bfloat16_what_is_recorded_is_what_was_computed(core: str) -> None:
             step.forward(rows, None)
             columns, states = step.columns(0, None)
             entered = tuple(leaf.clone() for leaf in states)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", getattr(torch, precision)):
                 rough = policy(obs, entered, torch.zeros(1, SLOTS, dtype=torch.bool))[0].float()
             exact = policy(obs, entered, torch.zeros(1, SLOTS, dtype=torch.bool))[0]
         assert all(leaf.dtype is torch.float32 for leaf in states)
@@ -202,3 +207,56 @@ def test_in_bfloat16_what_is_recorded_is_what_was_computed(core: str) -> None:
             assert close or not same
             differ += not same and not close
     assert differ == 5, "the weights are large enough to show the difference"
+
+
+class _Uncompilable(Policy):
+    def compile(self, **how: Any) -> None:
+        pass
+
+    def forward(self, obs, state, first):
+        raise RuntimeError("no compiler")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_policy_acts_alike_whatever_the_size_of_batch(
+    spec: EnvSpec, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_with(policy: torch.nn.Module, dynamic: bool) -> None:
+        def counted(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            compiled.append(module)
+            return module if backend == "eager" else torch._inductor.compile(module, inputs)
+
+        policy._compiled_call_impl = torch.compile(
+            policy._call_impl, dynamic=dynamic, backend=counted
+        )
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_with)
+    plain, slab, _, _ = build(spec, "lstm", apart=True)
+    config = Config.model_validate({"engine": {"compile": True}, "run": {"seed": 5}})
+    torch.manual_seed(3)
+    policy = make_policy(PolicySection(core="lstm", core_size=8, hidden=[16]), spec).eval()
+    step = make_step(config, policy, Heads(spec.action, "squashed"), slab, CPU, None, True, {})
+    assert compiled, "before the first batch"
+    found, rng = len(compiled), np.random.default_rng(0)
+    for number, size in enumerate((12, 1, 5, 2, 7, 12)):
+        fill(slab, spec, rng)
+        slab.flags[:, 2] |= number == 0  # an episode begins in every slot
+        rows, answers = np.arange(size), []
+        for one in (plain, step):
+            with torch.inference_mode():
+                one.ingest(rows)
+                one.forward(rows, rows)
+                one.answer(rows)
+            answers.append({name: leaf.copy() for name, leaf in slab.action.items()})
+        for name, leaf in answers[0].items():
+            np.testing.assert_allclose(leaf, answers[1][name], rtol=1e-5, atol=1e-6)
+    assert len(compiled) == found, "nothing while environments wait"
+
+
+def test_a_policy_that_does_not_compile_is_refused_by_name(spec: EnvSpec) -> None:
+    config = Config.model_validate({"engine": {"compile": True}})
+    with pytest.raises(ConfigError, match="torch.compile compiles it: no compiler"):
+        make_step(config, _Uncompilable(), Heads(spec.action), a_slab(spec), CPU, None, False, {})
