@@ -33,7 +33,15 @@ def acting(config: Config, spec: EnvSpec, slab: Slab, envs: int) -> PolicyStep:
     """The policy's step over the rows of `slab`."""
     torch.set_num_threads(config.engine.threads)
     policy, heads = make_agent(config, spec, envs)
-    return PolicyStep(policy.eval(), heads, slab, envs, config.run.seed, greedy=False)
+    return PolicyStep(
+        policy.eval(),
+        heads,
+        slab,
+        envs,
+        config.run.seed,
+        greedy=False,
+        frame_stack=config.env.frame_stack,
+    )
 
 
 def measure(config: Config, envs: int, seconds: float) -> float:

@@ -92,6 +92,9 @@ class Env(Section):
         "crashes; not a loop of them.")
     rebuild_window_s: float = Field(60.0, gt=0, le=86_400, description=
         "Seconds over which max_rebuilds counts. A minute tells a rare crash from a steady one.")
+    frame_stack: int = Field(1, ge=1, le=64, description=
+        "Observations that the policy sees at once: the newest and those before it, along a new first dimension. The environment sends single ones, and replay "
+        "keeps each once; leave out a wrapper that stacks. 1; 4 for Atari.")
     reward_scale: float = Field(1.0, gt=0, le=1e9, description=
         "The learner multiplies rewards by this, before reward_clip; metrics show them as they are. 1, as it changes what a value means; 0.1 or less "
         "where returns are in the thousands.")

@@ -46,7 +46,7 @@ def kept_runs(store: ReplayStore) -> Iterator[Run]:
     rule = store.plan.blocks.rule
     entries = reader._entries(np.arange(*reader.bounds()))
     whole = reader._on_device(entries)
-    rows, slots = entries.rows[whole][:, rule.burn_in :], entries.slots[whole]
+    rows, slots = entries.rows[whole][:, rule.lead :], entries.slots[whole]
     for slot in range(store.num_slots):
         mine = rows[slots == slot]
         # where an unroll does not begin where the one before it has its stride's end, something is missing between them

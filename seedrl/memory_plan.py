@@ -32,6 +32,10 @@ def rows_of(config: Config, spec: EnvSpec, num_slots: int) -> tuple[list[tuple[s
     found = [(f"slab, {num_slots} slots", "", slab.nbytes)]
     per_slot = sum(leaf.nbytes for leaf in state)
     found.append(("recurrent state", f"{num_slots} slots x {per_slot} B", num_slots * per_slot))
+    stack = config.env.frame_stack
+    if stack > 1:
+        frame = sum(leaf.row_bytes for leaf in plan.blocks.rows if leaf.name.startswith("obs/"))
+        found.append((f"stacks of {stack} frames", f"2 x {num_slots} slots x {stack} x {frame} B", 2 * num_slots * stack * frame))  # fmt: skip
     found.append(("weights, two buffers", "", WeightsLayout.of(policy).nbytes))
     for leaf in plan.blocks.rows:
         count = blocks * rule.block_length
@@ -47,6 +51,7 @@ def rows_of(config: Config, spec: EnvSpec, num_slots: int) -> tuple[list[tuple[s
     text = (
         f"{config.replay.mode}: unrolls of {rule.unroll_length} steps after {rule.burn_in} rows, one every {rule.stride} rows, "
         f"in blocks of {rule.block_length}; {held}"
+        + (f"; the {rule.history} frames before each are kept for it" if rule.history else "")
     )
     return found, text
 

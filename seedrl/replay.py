@@ -70,6 +70,7 @@ class ReplayStore:
         observation_space, action_space: of one environment. num_slots: environments that are appended.
         state: the policy's recurrent state for one slot, each leaf [1, ...]; () for none.
         device: where rows lie. batch_size: largest batch that will be asked for.
+        frame_stack: observations of which a batch shows the newest and those before it, each stored once; `append` takes single ones.
         extras: what else is stored beside each row: dtype and shape by name, `{"teacher_logits": (torch.float32, (18,))}`.
         pool: memory that is shared with other stores (`seedrl.shards`); None: the store has its own.
         settings: fields of the configuration's `replay` section, and `unroll_length`, `burn_in`, `stride` of `learner`.
@@ -79,7 +80,7 @@ class ReplayStore:
     def __init__(
         self, observation_space: Space[Any], action_space: Space[Any], *, num_slots: int, state: State = (),
         device: str | torch.device = "cpu", batch_size: int = 32, seed: int = 0, extras: RowSpecs | None = None,
-        pool: Pool | None = None, **settings: Any,
+        pool: Pool | None = None, frame_stack: int = 1, **settings: Any,
     ) -> None:  # fmt: skip
         learner = {name: settings.pop(name) for name in _LENGTHS if name in settings}
         settings.setdefault("mode", "uniform")
@@ -91,7 +92,7 @@ class ReplayStore:
             raise ConfigError(what=what, where=", ".join(keys), do=do)
         if sections[0].initial_priority == "acting":
             raise ConfigError(what="there is no policy here whose values first priorities could be made of", where="initial_priority", do="give priorities with update_priorities")  # fmt: skip
-        for name, number, least in (("num_slots", num_slots, 1), ("seed", seed, 0)):
+        for name, number, least in (("num_slots", num_slots, 1), ("seed", seed, 0), ("frame_stack", frame_stack, 1)):  # fmt: skip
             if not isinstance(number, int | np.integer) or number < least:
                 raise ConfigError(what=f"{name} is {number!r}", where=name, do=f"give a whole number from {least} on")  # fmt: skip
         _check_extras(extras or {})
@@ -105,7 +106,7 @@ class ReplayStore:
         self._blocked_by: str | None = None
         self._kept: KeptRows | None = None
         stored = Heads(self.spec.action).stored_specs()
-        self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed, extras)  # fmt: skip
+        self.plan = StorePlan.of_sections(*sections, self.spec, stored, leaves(state), num_slots, seed, extras, frame_stack)  # fmt: skip
         self._initial = [leaf.to(self.device) for leaf in leaves(state)]
         self.blocks: list[int] | None = None  # of the pool
         if pool is not None:

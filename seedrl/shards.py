@@ -31,7 +31,7 @@ from seedrl.store.state import State, leaves, rebuild
 
 LEARN = "learn"  # extra of each row: 0 where its policy was frozen
 _TABLE = "shards.json"
-_LENGTHS = ("unroll_length", "burn_in", "stride", "block_length")
+_LENGTHS = ("unroll_length", "burn_in", "stride", "block_length", "frame_stack")
 
 
 class Shards(Mapping[str, ReplayStore]):
@@ -40,7 +40,7 @@ class Shards(Mapping[str, ReplayStore]):
     Args:
         observation_space, action_space, num_slots, state, device, extras: as in `ReplayStore`.
         capacity: rows in all, those that are being filled included.
-        lengths: `unroll_length`, `burn_in`, `stride` and `block_length`, which all shards share.
+        lengths: `unroll_length`, `burn_in`, `stride`, `block_length` and `frame_stack`, which all shards share.
     """
 
     def __init__(

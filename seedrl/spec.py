@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -48,6 +48,7 @@ class Leaf:
             of them: the smallest low, the largest high); infinite where an entry has none; None when no entry has, and for the other kinds.
         n: number of values: (n,) of discrete, one an entry (flattened) of multi_discrete, (size,) of multi_binary; () of a box.
         start: smallest value of discrete (one) and multi_discrete (one an entry); () otherwise.
+        stack: of what a policy sees, how many frames lie along the first dimension; 1: it is no stack. No message has it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Leaf:
     high: tuple[float, ...] | None = None
     n: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
+    stack: int = 1
 
     @property
     def size(self) -> int:
@@ -82,7 +84,23 @@ class Leaf:
         return f"{self.text()} {self.kind} of {_few(self.n)}{start}"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        del fields["stack"]
+        return fields
+
+    def stacked(self, frames: int) -> Leaf:
+        """The last `frames` of it along a new first dimension, the newest last: choices become one choice a frame."""
+
+        def of_all(bounds: tuple[float, ...] | None) -> tuple[float, ...] | None:
+            return bounds if bounds is None or len(bounds) == 1 else bounds * frames
+
+        low, high = of_all(self.low), of_all(self.high)
+        if max(len(low or ()), len(high or ())) > MAX_BOUNDS:
+            low, high = (low and (min(low),), high and (max(high),))
+        return replace(
+            self, shape=(frames, *self.shape), kind="multi_discrete" if self.kind == "discrete" else self.kind, low=low, high=high,
+            n=(frames * self.n[0],) if self.kind == "multi_binary" else self.n * frames, start=self.start * frames, stack=frames,
+        )  # fmt: skip
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Leaf:
@@ -129,6 +147,12 @@ class EnvSpec:
         counts = [n for leaf in self.action if leaf.num_logits for n in leaf.n]
         stops = np.cumsum(counts).tolist()
         return tuple((stop - n, stop) for n, stop in zip(counts, stops, strict=True))
+
+    def stacked(self, frames: int) -> EnvSpec:
+        """What a policy sees of an environment whose last `frames` observations are stacked; itself for 1."""
+        if frames == 1:
+            return self
+        return replace(self, observation=tuple(leaf.stacked(frames) for leaf in self.observation))
 
     def to_dict(self) -> dict[str, Any]:
         """The spec in plain lists, texts and numbers, as msgpack and JSON take them."""

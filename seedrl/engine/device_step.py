@@ -22,10 +22,12 @@ from csrc_free_kernels.build import kernel_or_twin, run
 from csrc_free_kernels.ingest import ingest_rows
 from csrc_free_kernels.sample import sample_discrete
 from csrc_free_kernels.state import scatter_rows
-from seedrl.engine.step import FIRST, Forward, added_values
+from seedrl.engine.frames import FrameHistory
+from seedrl.engine.step import Forward, added_values
 from seedrl.errors import ConfigError
 from seedrl.policy.values import ACTING_VALUES, ValueHeads
 from seedrl.spec import BEST_VALUE, RowSpecs
+from seedrl.store.batch import FIRST
 from seedrl.store.blocks import BlockStorage, Places, torch_dtype
 from seedrl.store.state import StateStore, leaves
 from seedrl.transport.slab import Slab
@@ -79,6 +81,7 @@ class DeviceStep:
         policy, heads: on the device. storage: the rows of replay there, or None where nothing is stored.
         extras: what is stored beside each row. precision: of the forward pass: "float32", "bfloat16" or "float16".
         buckets: see `buckets_up_to`. graphs: whether the step is captured, which no policy stands that looks at its numbers on the host.
+        frame_stack: frames that the policy sees at once; the slab has single ones.
     Raises: ConfigError when it cannot be captured.
     """
 
@@ -87,7 +90,7 @@ class DeviceStep:
     def __init__(
         self, policy: Policy, heads: Heads, slab: Slab, max_rows: int, seed: int, greedy: bool, device: torch.device,
         storage: BlockStorage | None, *, extras: RowSpecs | None = None, precision: str = "float32", buckets: Sequence[int] = (),
-        graphs: bool = True,
+        graphs: bool = True, frame_stack: int = 1,
     ) -> None:  # fmt: skip
         self.policy, self.heads, self._slab, self._greedy, self._seed = policy, heads.to(device), slab, greedy, seed  # fmt: skip
         self.greedy_for_all = False
@@ -102,6 +105,13 @@ class DeviceStep:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._sources, self._staged = self._stage(max_rows)
+        self._history: FrameHistory | None = None
+        if frame_stack > 1:
+            frames = {name: leaf for name, leaf in self._staged.items() if name.startswith("obs/")}
+            self._history = FrameHistory([leaf[0] for leaf in frames.values()], slab.layout.num_slots, frame_stack, device)  # fmt: skip
+            self._stacks = {
+                name: leaf.unsqueeze(1).repeat(1, frame_stack, *(1 for _ in leaf.shape[1:])) for name, leaf in frames.items()
+            }  # fmt: skip
         stored = {} if storage is None else storage.rows
         self._copied = [stored[name] for name in self._staged] if stored else []
         self._made = {name: leaf for name, leaf in stored.items() if name not in self._staged}
@@ -229,12 +239,16 @@ class DeviceStep:
         staged = {name: leaf[:size] for name, leaf in self._staged.items()}
         ingest = kernel_or_twin(ingest_rows, slots)
         ingest(self._sources, list(staged.values()), self._copied, slots, rows)
+        first = staged["flags"][:, FIRST] != 0
+        seen = staged
+        if self._history is not None:
+            seen = {name: leaf[:size] for name, leaf in self._stacks.items()}
+            self._history.push(slots, first, [staged[name] for name in seen], list(seen.values()))
         obs = {
-            name: staged[f"obs/{name}"].view(_dtype_of(leaf)).unsqueeze(0)
+            name: seen[f"obs/{name}"].view(_dtype_of(leaf)).unsqueeze(0)
             for name, leaf in self._slab.obs.items()
         }
         mask = staged["mask"].unsqueeze(0) if "mask" in staged else None
-        first = staged["flags"][:, FIRST] != 0
         state, entering = self.states.gather_on_device(slots, first)
         inputs, value, new, extras = self._forward(obs, state, first.unsqueeze(0), entering)
         self.states.scatter_on_device(slots, leaves(new))

@@ -59,11 +59,11 @@ def _make_step(
         _map_slab(slab)
         return DeviceStep(
             policy, heads, slab, slots, seed, greedy, device, storage, extras=extras, precision=section.precision,
-            buckets=config.batching.buckets, graphs=section.graphs,
+            buckets=config.batching.buckets, graphs=section.graphs, frame_stack=config.env.frame_stack,
         )  # fmt: skip
     return PolicyStep(
         policy, heads, slab, slots, seed, greedy, device, _CPU if storage is None else storage.device, extras=extras,
-        precision=section.precision, compiled=section.compile,
+        precision=section.precision, compiled=section.compile, frame_stack=config.env.frame_stack,
     )  # fmt: skip
 
 

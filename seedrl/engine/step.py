@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seedrl.engine.frames import FrameHistory
 from seedrl.policy.base import require_extras
 from seedrl.policy.numpy_step import NumpyChoice, NumpyPolicy
 from seedrl.policy.values import ACTING_VALUES, ValueHeads, masked
 from seedrl.spec import BEST_VALUE, TAKEN_VALUE, RowSpecs
+from seedrl.store.batch import FIRST
 from seedrl.store.blocks import Columns, torch_dtype
 from seedrl.store.state import State, StateStore, leaves, rebuild
 from seedrl.transport.slab import Slab
@@ -22,7 +24,6 @@ from seedrl.transport.slab import Slab
 if TYPE_CHECKING:
     from seedrl.policy.base import Heads, Policy
 
-FIRST = 2  # column of `flags`
 _CPU = torch.device("cpu")
 
 
@@ -76,7 +77,9 @@ class _Window:
     flags: np.ndarray  # uint8 [B, 4]
     events: np.ndarray  # uint32 [B]: the four flags as one number
     first_host: np.ndarray  # bool [B]
-    host_obs: np.ndarray  # [B, ...] of the first leaf
+    host_obs: Any  # NumPy's [B, ...] of the first leaf, where the policy acts on the host
+    frames: list[Tensor]  # [B, ...] of each leaf
+    stacks: list[Tensor]  # [B, F, ...] of each leaf, where frames are stacked
     host_mask: np.ndarray | None  # uint8 [B, M]
     obs: dict[str, Tensor] | Tensor  # [1, B, ...]: time first
     first: Tensor  # bool [1, B]
@@ -95,6 +98,7 @@ class PolicyStep:
         apart: whether the device has memory of its own; None: unless it is the cpu.
         extras: what is stored beside each row: the policy's own, and values of the action if they are among them.
         precision: of the forward pass: "float32", "bfloat16" or "float16". compiled: whether the policy is, by torch.
+        frame_stack: frames that the policy sees at once; the slab has single ones.
     """
 
     depth = 1  # batches in flight
@@ -103,6 +107,7 @@ class PolicyStep:
         self, policy: Policy, heads: Heads, slab: Slab, max_rows: int, seed: int, greedy: bool,
         device: torch.device = _CPU, store_device: torch.device = _CPU, apart: bool | None = None,
         extras: RowSpecs | None = None, precision: str = "float32", compiled: bool = False,
+        frame_stack: int = 1,
     ) -> None:  # fmt: skip
         self.policy, self.heads, self._slab, self._greedy = policy, heads, slab, greedy
         self.greedy_for_all = (
@@ -123,9 +128,13 @@ class PolicyStep:
         self._choice = None if self._apart else NumpyChoice.of(heads, max_rows, seed)
         self._stage: dict[str, np.ndarray] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._obs: dict[str, Tensor] = {}
-        for name, source in slab.obs.items():
-            self._obs[name] = self._staged(f"obs/{name}", source, max_rows).unsqueeze(0)
+        self._frames = {name: self._staged(f"obs/{name}", leaf, max_rows) for name, leaf in slab.obs.items()}  # fmt: skip
+        self._seen = self._frames  # by the policy
+        self._history: FrameHistory | None = None
+        if frame_stack > 1:
+            singles = [_indexable(frame) for frame in self._frames.values()]
+            self._history = FrameHistory([frame[0] for frame in singles], slab.layout.num_slots, frame_stack, device)  # fmt: skip
+            self._seen = {name: frame.new_empty(max_rows, frame_stack, *frame.shape[1:]) for name, frame in self._frames.items()}  # fmt: skip
         reward = self._staged("reward", slab.reward, max_rows, self._store_apart)
         flags = self._staged("flags", slab.flags, max_rows, self._store_apart)
         self._mask = self._staged("mask", slab.mask, max_rows) if slab.mask.shape[1] else None
@@ -133,14 +142,14 @@ class PolicyStep:
         # what the store gets is the stage under the dtype that it stores (uint16 as int16, say)
         self._columns: Columns = {"version": torch.zeros(max_rows, dtype=torch.int64)}
         if self._store_apart:
-            staged = {f"obs/{name}": leaf.squeeze(0) for name, leaf in self._obs.items()}
+            staged = {f"obs/{name}": leaf for name, leaf in self._frames.items()}
             staged |= {"reward": reward, "flags": flags}
             staged |= {} if self._mask is None else {"mask": self._mask}
             self._columns = {name: leaf.to(device) for name, leaf in self._columns.items()}
         else:
             staged = {name: torch.from_numpy(stage) for name, stage in self._stage.items()}
         for name, leaf in staged.items():
-            self._columns[name] = leaf.view(torch_dtype(_name_of(leaf.dtype)))
+            self._columns[name] = _indexable(leaf)
         if not self._store_apart:
             self._columns = {name: leaf.numpy() for name, leaf in self._columns.items()}
         begins = self._on_device(torch.zeros(max_rows, dtype=torch.bool))
@@ -199,15 +208,21 @@ class PolicyStep:
             window.first_host.fill(False)
         for on_device, host in window.copies:  # the answer, which is waited for, comes after them
             on_device.copy_(host, non_blocking=True)
+        if self._history is not None:
+            slots = torch.from_numpy(rows).to(self._device)
+            self._history.push(slots, window.first[0], window.frames, window.stacks)
 
     def _make_window(self, count: int) -> _Window:
-        obs = {name: leaf[:, :count] for name, leaf in self._obs.items()}
+        obs = {name: leaf[:count].unsqueeze(0) for name, leaf in self._seen.items()}
         flags = self.flags[:count]
+        frames, stacks = ([_indexable(leaf[:count]) for leaf in part.values()] for part in (self._frames, self._seen))  # fmt: skip
+        seen = next(iter(self._seen.values()))
         return _Window(
             gathers=[(source, self._stage[name][:count]) for name, source in self._sources.items()],
             copies=[(on_device[:count], host[:count]) for on_device, host in self._copies],
             flags=flags, events=flags.view(np.uint32)[:, 0], first_host=self._first_host[:count],
-            host_obs=self._stage[next(n for n in self._stage if n.startswith("obs/"))][:count],
+            host_obs=seen[:count].numpy() if seen.device.type == "cpu" else None,
+            frames=frames, stacks=stacks,
             host_mask=None if self._mask is None else self._stage["mask"][:count],
             obs=obs if len(obs) > 1 else next(iter(obs.values())),
             first=self._first[:, :count], mask=None if self._mask is None else self._mask[None, :count],
@@ -295,6 +310,11 @@ def _row_from_device(leaf: Tensor) -> np.ndarray:
 
 def _row_on_device(leaf: Tensor) -> Tensor:
     return leaf[0]
+
+
+def _indexable(leaf: Tensor) -> Tensor:
+    """The same bytes under a dtype that torch can index."""
+    return leaf.view(torch_dtype(_name_of(leaf.dtype)))
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -10,8 +10,8 @@ from seedrl.spec import EnvSpec, RowSpecs
 
 
 def make_agent(config: Config, spec: EnvSpec, num_slots: int = 1) -> tuple[Policy, Heads]:
-    """Args: num_slots: over which exploration is spread. Raises: ConfigError, of `make_policy`, and for an action that cannot be valued."""
-    policy, algorithm = _make_policy(config, spec), config.algorithm
+    """Args: spec: of the environment, which sends single frames; the policy sees `env.frame_stack` of them. num_slots: over which exploration is spread. Raises: ConfigError, of `make_policy`, and for an action that cannot be valued."""
+    policy, algorithm = _make_policy(config, spec.stacked(config.env.frame_stack)), config.algorithm
     if not algorithm.values_actions:
         return policy, Heads(spec.action, config.policy.action_distribution)
     ladder = epsilon_ladder(algorithm.epsilon, algorithm.epsilon_exponent, num_slots)

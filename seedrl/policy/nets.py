@@ -104,37 +104,46 @@ class Flat(nn.Module):
 
 
 class Picture(nn.Module):
-    """An image leaf as float32 [N, C, H, W], bytes scaled to 0..1 once; HWC is told from CHW by where the fewest entries are."""
+    """An image leaf as float32 [N, C, H, W], bytes scaled to 0..1 once; HWC is told from CHW by where the fewest entries are.
+
+    Frames of a stack are channels, as many as a frame has each.
+    """
 
     def __init__(self, leaf: Leaf) -> None:
         super().__init__()
-        shape = leaf.shape
-        self.add_channel = len(shape) == 2
+        shape = _frame_shape(leaf)
+        self.stacked, self.add_channel = leaf.stack > 1, len(shape) == 2
         self.last = len(shape) == 3 and shape[2] < shape[0]
         if self.add_channel:
-            self.size = (1, shape[0], shape[1])
-        else:
-            self.size = (
-                (shape[2], shape[0], shape[1]) if self.last else (shape[0], shape[1], shape[2])
-            )
+            shape = (1, *shape)
+        elif self.last:
+            shape = (shape[2], *shape[:2])
+        self.size = (leaf.stack * shape[0], shape[1], shape[2])
         byte = leaf.dtype == "uint8" and (leaf.high is None or max(leaf.high) > 1)
         self.scale = 1 / 255 if byte else None
 
     def forward(self, obs: Tensor) -> Tensor:
         if self.add_channel:
-            obs = obs.unsqueeze(1)
+            obs = obs.unsqueeze(-3)
         elif self.last:
-            obs = obs.permute(0, 3, 1, 2)
+            obs = obs.movedim(-1, -3)
+        if self.stacked:
+            obs = obs.flatten(1, 2)
         picture = obs.float()
         return picture if self.scale is None else picture * self.scale
 
 
 def is_image(leaf: Leaf) -> bool:
     """A box of two spatial dimensions of at least 7, and possibly channels."""
-    if leaf.kind != "box" or len(leaf.shape) not in (2, 3):
+    shape = _frame_shape(leaf)
+    if leaf.kind != "box" or len(shape) not in (2, 3):
         return False
-    sides = sorted(leaf.shape)[-2:]
-    return sides[0] >= 7 and (len(leaf.shape) == 3 or leaf.dtype == "uint8")
+    sides = sorted(shape)[-2:]
+    return sides[0] >= 7 and (len(shape) == 3 or leaf.dtype == "uint8")
+
+
+def _frame_shape(leaf: Leaf) -> tuple[int, ...]:
+    return leaf.shape[1:] if leaf.stack > 1 else leaf.shape
 
 
 # --------------------------------------------------------------------------------------------------------- encoders

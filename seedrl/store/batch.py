@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from csrc_free_kernels.build import run
-from csrc_free_kernels.unroll import gather_rows
+from csrc_free_kernels.unroll import gather_frames, gather_rows
 from seedrl.errors import ConfigError
 from seedrl.store.blocks import BlockStorage
 from seedrl.store.state import State, leaves, rebuild
 
+FIRST = 2  # column of `flags`
 _LARGE_BYTES = 1 << 18  # beyond which memory is not the allocator's own
 _SIZES = 8  # of arrays that are kept
 _POOLED = 4  # batches that somebody may hold at a time and still find memory
@@ -27,7 +28,7 @@ class Batch(NamedTuple):
     """`B` unrolls of `R = burn_in + T + 1` rows, time first, on the store's device. Row k's reward and flags are of the step
     that led to it.
 
-    obs[leaf] [R, B, ...] in the environment's dtype; mask uint8 [R, B, M] or None; actions[leaf] [R, B, ...] as stored;
+    obs[leaf] [R, B, ...] in the environment's dtype, [R, B, F, ...] of stacks of F frames, the newest last; mask uint8 [R, B, M] or None; actions[leaf] [R, B, ...] as stored;
     reward, log_prob, value float32 [R, B]; terminated, truncated, first, interrupted bool [R, B]; version int64 [R, B];
     state: the policy's, each leaf [B, ...], entering row 0; slots int64 [B].
     items: int64 [B] of the host, by which priorities are given back; weights float32 [B], that correct for drawing by priority, or None.
@@ -157,6 +158,7 @@ class Gather:
     ) -> None:
         self._storage, self._like, self._cross = storage, state_like, cross_episodes
         self._buffers = _Buffers()
+        self._history = storage.layout.rule.history
         self._obs = [name for name in storage.rows if name.startswith("obs/")]
         self._actions = [name for name in storage.rows if name.startswith("action/")]
         self._extras = [name for name in storage.rows if name.startswith("extra/")]
@@ -164,16 +166,19 @@ class Gather:
     def __call__(
         self, rows: np.ndarray, state_at: np.ndarray, slots: np.ndarray, items: np.ndarray
     ) -> Batch:
-        """The unrolls of rows int64 [B, R], with their states' places, slots and numbers: int64 [B] each."""
+        """The unrolls of rows int64 [B, history + R], with their states' places, slots and numbers: int64 [B] each."""
         device, stored = self._storage.device, self._storage.rows
+        stacks = self._stacks(rows) if self._history else {}
+        rows = rows[:, self._history :]
         columns, length = rows.shape
         by_unroll = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).to(device)
         by_time = by_unroll.view(columns, length).t().reshape(-1)
 
         at_once: dict[str, Tensor] = {}
         if self._storage.arrays is None:  # on a device all leaves are copied in one launch
-            at_once = {name: leaf.new_empty(length, columns, *leaf.shape[1:]) for name, leaf in stored.items()}  # fmt: skip
-            run(gather_rows, list(stored.values()), by_time.view(length, columns), list(at_once.values()))  # fmt: skip
+            single = {name: leaf for name, leaf in stored.items() if name not in stacks}
+            at_once = {name: leaf.new_empty(length, columns, *leaf.shape[1:]) for name, leaf in single.items()}  # fmt: skip
+            run(gather_rows, list(single.values()), by_time.view(length, columns), list(at_once.values()))  # fmt: skip
 
         def take(name: str) -> Tensor:
             if at_once:
@@ -182,10 +187,7 @@ class Gather:
             if leaf[0].nbytes * columns * length < _LARGE_BYTES:
                 return leaf.index_select(0, by_time).view(length, columns, *leaf.shape[1:])
             # an unroll's rows lie side by side: read in this order, they come faster
-            shape = (columns * length, *leaf.shape[1:])
-            into = self._buffers.take(shape, leaf.dtype) if device.type == "cpu" else leaf.new_empty(shape)  # fmt: skip
-            torch.index_select(leaf, 0, by_unroll, out=into)
-            return into.view(columns, length, *leaf.shape[1:]).transpose(0, 1)
+            return self._copied(leaf, by_unroll.view(columns, length)).transpose(0, 1)
 
         places = torch.from_numpy(state_at).to(device)
         state = rebuild(self._like, [leaf.index_select(0, places) for leaf in self._storage.states])
@@ -195,7 +197,7 @@ class Gather:
             first = first.clone()
             first[1:] |= first[1:].cumsum(0) > 0
         batch = Batch(
-            obs={name[4:]: take(name) for name in self._obs},
+            obs={name[4:]: stacks[name] if stacks else take(name) for name in self._obs},
             mask=take("mask") if "mask" in stored else None,
             actions={name[7:]: take(name) for name in self._actions},
             reward=take("reward"),
@@ -206,3 +208,44 @@ class Gather:
         )  # fmt: skip
         self._storage.finish()
         return batch
+
+    def _copied(self, leaf: Tensor, index: Tensor) -> Tensor:
+        """The rows `index` of a leaf, [*index.shape, ...]."""
+        if index.numel() * leaf[0].nbytes < _LARGE_BYTES:
+            return leaf.index_select(0, index.reshape(-1)).view(*index.shape, *leaf.shape[1:])
+        shape = (index.numel(), *leaf.shape[1:])
+        into = self._buffers.take(shape, leaf.dtype) if leaf.device.type == "cpu" else leaf.new_empty(shape)  # fmt: skip
+        torch.index_select(leaf, 0, index.reshape(-1), out=into)
+        return into.view(*index.shape, *leaf.shape[1:])
+
+    def _stacks(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """Observations [R, B, F, ...] of rows int64 [B, history + R], whose frames are stored once each."""
+        stored, history = self._storage.rows, self._history
+        by_unroll = torch.from_numpy(np.ascontiguousarray(rows)).to(self._storage.device)
+        first = stored["flags"][:, FIRST].index_select(0, by_unroll.reshape(-1)).view(by_unroll.shape) != 0  # fmt: skip
+        found: dict[str, Tensor] = {}
+        index: Tensor | None = None
+        for name in self._obs:
+            leaf = stored[name]
+            if self._storage.arrays is None and leaf.dtype == torch.uint8:
+                shape = (rows.shape[1] - history, len(rows), history + 1, *leaf.shape[1:])
+                found[name] = leaf.new_empty(shape)
+                run(gather_frames, leaf, by_unroll.t().contiguous(), first.t().contiguous(), found[name])  # fmt: skip
+            else:
+                index = stacked_rows(by_unroll, first, history) if index is None else index
+                found[name] = self._copied(leaf, index).transpose(0, 1)
+        return found
+
+
+def stacked_rows(rows: Tensor, first: Tensor, history: int) -> Tensor:
+    """Rows of the frames of each stack, int64 [B, R, history + 1], out of rows int64 [B, history + R].
+
+    As Gymnasium's FrameStackObservation does with padding "reset", the episode's first frame stands for those before it.
+
+    Args: first: bool [B, history + R], the row begins an episode; none is before the first of `rows`.
+    """
+    number = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+    begin = torch.where(first, number, 0).cummax(1).values[:, history:]
+    back = torch.arange(-history, 1, device=rows.device)
+    at = torch.maximum(number[:, history:].unsqueeze(2) + back, begin.unsqueeze(2))
+    return rows.gather(1, at.flatten(1)).view(at.shape)

@@ -170,18 +170,24 @@ class UnrollRule:
     """How a slot's rows become unrolls: T = `unroll_length` transitions after up to `burn_in` rows, one every `stride` rows.
 
     Unroll k of a run of rows has its losses on rows k * stride .. k * stride + T; its first row is max(0, k * stride - burn_in), whose
-    state is stored. Blocks may be of any length.
+    state is stored. The `history` rows before that one are read for their frames alone. Blocks may be of any length.
     """
 
     unroll_length: int
     burn_in: int
     block_length: int
     stride: int
+    history: int = 0
+
+    @property
+    def lead(self) -> int:
+        """Rows of an unroll before the first that has a loss."""
+        return self.history + self.burn_in
 
     @property
     def num_rows(self) -> int:
-        """Rows of an unroll, burn-in included: the `R` of a batch is the last `unroll_length + 1` of them."""
-        return self.burn_in + self.unroll_length + 1
+        """Rows that an unroll reads, history and burn-in included; all but the history are those of a batch."""
+        return self.lead + self.unroll_length + 1
 
     @property
     def state_every(self) -> int:
@@ -199,7 +205,7 @@ class UnrollRule:
 
     def _blocks_over(self, rows: int) -> int:
         """The most blocks over which as many rows lie, from one on at which an unroll may begin."""
-        latest = self.block_length - math.gcd(self.block_length, self.state_every)
+        latest = self.block_length - math.gcd(self.block_length, self.stride, self.lead)
         return (latest + rows - 1) // self.block_length + 1
 
     @property
@@ -222,10 +228,10 @@ class UnrollRule:
 class Unrolls:
     """Unrolls that a batch of appended rows completed, `c` of them."""
 
-    index: (
+    index: np.ndarray  # int64 [c, history + burn_in + T + 1]: rows of the storage; before a run's start its first row repeats
+    state_at: (
         np.ndarray
-    )  # int64 [c, burn_in + T + 1]: rows of the storage; before a run's start its first row repeats
-    state_at: np.ndarray  # int64 [c]: where the state entering the first row is stored
+    )  # int64 [c]: where the state entering the first row behind the history is stored
     slots: np.ndarray  # int64 [c]
     blocks: np.ndarray  # int64 [c, blocks_held]: those it reads; the last one may repeat
     release: (
@@ -269,7 +275,7 @@ class Appender:
         )  # a slot's next row of the storage, and of its run
         self._count = self._next[:, 1]  # rows of the slot's run so far
         self._pushed = np.zeros(num_slots, np.int64)  # unrolls of the run so far
-        self._span = np.arange(rule.num_rows) - rule.burn_in
+        self._span = np.arange(rule.num_rows) - rule.lead
         self._block_span = np.arange(rule.blocks_held)
         self._release_span = np.arange(rule.blocks_released)
         self._tick, self._always_opens = rule.tick, rule.tick == rule.block_length
@@ -365,24 +371,25 @@ class Appender:
         low, high = rows[:, 0, None] // length, rows[:, -1, None] // length
         blocks = self._chain[lane, np.minimum(low + self._block_span, high) % self._ring]
         # once this unroll is consumed, nothing before the next one's first row is needed
-        next_low = np.maximum(begin + rule.stride - rule.burn_in, 0)[:, None] // length
+        next_low = np.maximum(begin + rule.stride - rule.lead, 0)[:, None] // length
         number = low + self._release_span
         release = np.where(number < next_low, self._chain[lane, number % self._ring], -1)
         self._pushed[slots] += 1
-        return Unrolls(index, self._state_places(index[:, 0]), slots.copy(), blocks, release)
+        states = self._state_places(index[:, rule.history])
+        return Unrolls(index, states, slots.copy(), blocks, release)
 
     def discard(self, slots: np.ndarray) -> tuple[int, list[tuple[int, list[int]]]]:
         """Ends the runs of `slots`: the rows of their unfinished unrolls are dropped.
 
         Returns: rows dropped; and for each slot whose newest unroll may not be consumed yet, the blocks that this unroll
-            still reads (its bootstrap row, its last rows as burn-in): to give back once it is. The others are free at once.
+            still reads (its bootstrap row, its last rows as burn-in or history): to give back once it is. The others are free at once.
         """
         rule, length = self.rule, self.rule.block_length
         dropped, shared = 0, []
         for slot in slots.tolist():  # once a lease, not once a step
             count, begin = int(self._count[slot]), int(self._pushed[slot]) * rule.stride
             dropped += count - begin
-            low, high = max(0, begin - rule.burn_in) // length, -(-count // length)
+            low, high = max(0, begin - rule.lead) // length, -(-count // length)
             # the bootstrap row's, beyond which no unroll reads
             bootstrap = (begin - rule.stride + rule.unroll_length) // length if begin else -1
             blocks = {

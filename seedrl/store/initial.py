@@ -19,12 +19,12 @@ class ActingPriorities:
 
     def __init__(self, storage: BlockStorage, config: Config) -> None:
         self._rows, self._env, self._section = storage.rows, config.env, config.algorithm
-        self._burn_in = config.learner.burn_in
+        self._lead = storage.layout.rule.lead
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
         """Priorities float [n] of unrolls whose rows are int64 [n, R]."""
         section, env = self._section, self._env
-        index = torch.from_numpy(rows[:, self._burn_in :].T.copy()).to(self._rows["reward"].device)
+        index = torch.from_numpy(rows[:, self._lead :].T.copy()).to(self._rows["reward"].device)
         flags = self._rows["flags"][index].bool()
         reward = self._rows["reward"][index] * env.reward_scale
         if env.reward_clip is not None:

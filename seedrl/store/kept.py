@@ -101,7 +101,10 @@ class KeptRows:
     def _about(self) -> dict[str, Any]:
         layout = self._storage.layout
         leaves = {leaf.name: [str(leaf.dtype), *leaf.shape] for leaf in (*layout.rows, *layout.states)}  # fmt: skip
-        rule = vars(layout.rule)
+        # as it was written before there were stacks
+        rule = {
+            name: value for name, value in vars(layout.rule).items() if value or name != "history"
+        }
         mine = zlib.crc32(np.array(sorted(self._reader.blocks or ()), np.int64).tobytes())
         kind = type(self._reader.selector).__name__
         return {"format": _FORMAT, "share": mine, "selector": kind, "leaves": leaves, "rule": rule, "blocks": layout.num_blocks, "slots": self._reader._layout.num_slots, "announcements": self._reader._layout.capacity}  # fmt: skip

@@ -52,7 +52,7 @@ class StorePlan:
         """The run's. Raises: ConfigError, as `of_sections`."""
         acting = config if config.replay.initial_priority == "acting" else None
         plan = StorePlan.of_sections(
-            config.replay, config.learner, spec, stored_actions, state_leaves, num_slots, config.run.seed, extras
+            config.replay, config.learner, spec, stored_actions, state_leaves, num_slots, config.run.seed, extras, config.env.frame_stack
         )  # fmt: skip
         max_lag = config.replay.max_lag
         if max_lag is None and config.run.deterministic and not plan.control.ring:
@@ -62,14 +62,14 @@ class StorePlan:
     @staticmethod
     def of_sections(
         replay: Replay, learner: Learner, spec: EnvSpec, stored_actions: RowSpecs, state_leaves: list[Tensor],
-        num_slots: int, seed: int, extras: RowSpecs | None = None,
+        num_slots: int, seed: int, extras: RowSpecs | None = None, frame_stack: int = 1,
     ) -> StorePlan:  # fmt: skip
-        """Of lengths and batch size in `learner`.
+        """Of lengths and batch size in `learner`; `spec` is the environment's, of single frames.
 
         Raises: ConfigError when replay.capacity is so small that writer and reader would wait for each other, or holds no unroll; or
             replay.ratio_tolerance is.
         """
-        rule, ring = unroll_rule(replay, learner), replay.mode != "queue"
+        rule, ring = unroll_rule(replay, learner, frame_stack), replay.mode != "queue"
         if ring:
             num_blocks = _ring_blocks(replay, rule, learner.batch_size, num_slots)
         else:
@@ -169,12 +169,16 @@ class StorePlan:
         return Uniform(self.seed)
 
 
-def unroll_rule(replay: Replay, learner: Learner) -> UnrollRule:
+def unroll_rule(replay: Replay, learner: Learner, frame_stack: int = 1) -> UnrollRule:
     stride = learner.stride_or_default
     common = math.gcd(learner.unroll_length, learner.burn_in, stride)
     default = common if replay.mode == "queue" else max(common, _SHORT_BLOCK)
     return UnrollRule(
-        learner.unroll_length, learner.burn_in, replay.block_length or default, stride
+        learner.unroll_length,
+        learner.burn_in,
+        replay.block_length or default,
+        stride,
+        frame_stack - 1,
     )
 
 
@@ -206,8 +210,8 @@ def _ring_blocks(replay: Replay, rule: UnrollRule, batch_size: int, num_slots: i
     fewest = (replay.min_fill or 0) + rule.num_rows
     if capacity < fewest:
         raise ConfigError(
-            what=f"replay.capacity {capacity} rows is less than {fewest}: an unroll of {rule.num_rows} rows, and replay.min_fill",
-            where="replay.capacity", do=f"set at least {fewest}, or lower learner.unroll_length, learner.burn_in or replay.min_fill",
+            what=f"replay.capacity {capacity} rows is less than {fewest}: an unroll of {rule.num_rows} rows, frames before it included, and "
+            "replay.min_fill", where="replay.capacity", do=f"set at least {fewest}, or lower learner.unroll_length, learner.burn_in or replay.min_fill",
         )  # fmt: skip
     return open_blocks + -(-capacity // rule.block_length)
 

@@ -140,8 +140,9 @@ class QueueReader(ReplayReader):
                 self._release_after(-1 - int(control.slot[at]), control.more[at].copy())
                 continue
             index = control.index[at].copy()
+            learnt = torch.from_numpy(index[self._layout.rule.history :])
             oldest = (
-                int(self._version[torch.from_numpy(index).to(self._version.device)].min())
+                int(self._version[learnt.to(self._version.device)].min())
                 if self._max_lag is not None
                 else 0
             )

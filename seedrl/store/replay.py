@@ -66,7 +66,7 @@ class ReplayLayout:
             return 2 * self.num_blocks + self.num_slots * (self.rule.blocks_held + 2)
         rows, rule = self.num_blocks * self.rule.block_length, self.rule
         rows = rows * (_KEPT_LONGER if self.keyed else 1) + self.rows_behind
-        return rows // rule.stride + self.num_slots * (rule.burn_in // rule.stride + 4)
+        return rows // rule.stride + self.num_slots * (rule.lead // rule.stride + 4)
 
     @property
     def nbytes(self) -> int:

@@ -293,7 +293,9 @@ class RingReader(ReplayReader):
             places = numbers % self._layout.capacity
             self._uses[places] = 0
             if self._max_lag is not None:
-                first = torch.from_numpy(self._control.index[places, 0]).to(self._version.device)
+                first = torch.from_numpy(self._control.index[places, self._layout.rule.history]).to(
+                    self._version.device
+                )
                 self._oldest_version[places] = self._version.index_select(0, first).cpu().numpy()
             initial = None if self._initial is None else self._initial(self._control.index[places])
             self.selector.insert(numbers, initial)

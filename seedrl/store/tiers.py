@@ -251,7 +251,7 @@ class Tiers:
         wanted = zip(range(len(pairs)), *pairs.T.tolist(), reach.tolist(), strict=True)
         good = np.array([self._read(*one) for one in wanted])
         at = np.take_along_axis(staged, which, 1) * rule.block_length + rows % rule.block_length
-        states = staged[np.arange(len(rows)), which[:, 0]] * rule.states_per_block + state_at % rule.states_per_block  # fmt: skip
+        states = staged[np.arange(len(rows)), which[:, rule.history]] * rule.states_per_block + state_at % rule.states_per_block  # fmt: skip
         whole = np.asarray(good[staged].all(axis=1))
         return self._gather(at, states, slots, numbers), whole
 

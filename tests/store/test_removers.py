@@ -64,14 +64,14 @@ class Model:
 @settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(1, 8), st.integers(1, 6)), st.integers(1, 4), st.integers(3, 9),
-    st.sampled_from(["lowest_priority", "oldest_version"]), st.integers(0, 1 << 30),
+    st.sampled_from(["lowest_priority", "oldest_version"]), st.integers(0, 1 << 30), st.integers(0, 3),
 )  # fmt: skip
 def test_room_is_made_as_a_plain_model_makes_it(
-    rule: tuple[int, int, int, int], slots: int, extra: int, remover: str, seed: int
+    rule: tuple[int, int, int, int], slots: int, extra: int, remover: str, seed: int, history: int
 ) -> None:
     random = Random(seed)
     unroll, burn_in, length, stride = rule
-    store = CountingStore(slots, unroll, burn_in, length, extra=extra, stride=min(stride, unroll), mode="prioritized", remover=remover)  # fmt: skip
+    store = CountingStore(slots, unroll, burn_in, length, extra=extra, stride=min(stride, unroll), mode="prioritized", remover=remover, history=history)  # fmt: skip
     model, writer, reader = Model(store, remover, store.layout.capacity), store.writer, store.reader
     taken: list[list[int]] = []
     take, announce, retire = writer._remover.take, writer._announce, writer._remover.retire

@@ -82,15 +82,17 @@ def test_case_11_the_stored_state_is_that_of_the_unrolls_own_first_row() -> None
 @settings(max_examples=100, deadline=None)
 @given(
     st.tuples(st.integers(1, 7), st.integers(0, 9), st.integers(1, 9), st.integers(1, 7)),
-    st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(0, 1 << 30),
+    st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(0, 1 << 30), st.integers(0, 4),
 )  # fmt: skip
 def test_nothing_is_lost_doubled_or_mixed_whatever_the_order_of_appends_and_deaths(
-    rule, slots, batch, extra, seed
+    rule, slots, batch, extra, seed, history
 ) -> None:
     random = Random(seed)
     unroll, burn_in, length, stride = rule
     stride = min(stride, unroll)
-    bench = Bench(slots, unroll, burn_in, length, batch, extra, stride=stride)
+    bench = Bench(
+        slots, unroll, burn_in, length, batch, extra, stride=stride, history=history, episode=random.choice([None, 1, 3, 8])
+    )  # fmt: skip
     acted = stored = dropped = 0
     seen: list[tuple[int, int, int]] = []
     for _ in range(200):

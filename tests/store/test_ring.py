@@ -40,17 +40,18 @@ def alive(store: CountingStore) -> set[tuple[int, int, int]]:
 @settings(max_examples=150, deadline=None)
 @given(
     st.tuples(st.integers(1, 7), st.integers(0, 9), st.integers(1, 9), st.integers(1, 7)),
-    st.integers(1, 5), st.integers(1, 8), st.sampled_from(["uniform", "prioritized", "recent"]), st.integers(0, 1 << 30),
+    st.integers(1, 5), st.integers(1, 8), st.sampled_from(["uniform", "prioritized", "recent"]), st.integers(0, 1 << 30), st.integers(0, 4),
 )  # fmt: skip
 def test_every_draw_is_whole_and_nothing_goes_before_its_time(
-    rule: tuple[int, int, int, int], slots: int, extra: int, mode: str, seed: int
+    rule: tuple[int, int, int, int], slots: int, extra: int, mode: str, seed: int, history: int
 ) -> None:
     """The latter: an unroll stays until as many blocks were opened since as there are beyond the slots' own."""
     random = Random(seed)
     unroll, burn_in, length, stride = rule
     store = CountingStore(
-        slots, unroll, burn_in, length, extra=extra, stride=min(stride, unroll), mode=mode
-    )
+        slots, unroll, burn_in, length, extra=extra, stride=min(stride, unroll), mode=mode, history=history,
+        episode=random.choice([None, 1, 3, 8]),
+    )  # fmt: skip
     stride, opened, acted, stored, dropped = store.rule.stride, 0, 0, 0, 0
     completed: dict[tuple[int, int, int], int] = {}
     for _ in range(150):

@@ -89,18 +89,18 @@ def test_what_has_left_the_device_is_drawn_too(tiers: tuple[float, float], compr
 @settings(max_examples=15, deadline=None)
 @given(
     st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(2, 8), st.integers(1, 6)), st.integers(1, 3), st.integers(0, 1 << 30),
-    st.sampled_from(["uniform", "prioritized", "recent"]), st.booleans(),
+    st.sampled_from(["uniform", "prioritized", "recent"]), st.booleans(), st.integers(1, 4),
 )  # fmt: skip
 def test_every_draw_is_whole_whatever_the_lengths(
-    rule: tuple[int, int, int, int], slots: int, seed: int, mode: str, compress: bool
+    rule: tuple[int, int, int, int], slots: int, seed: int, mode: str, compress: bool, stack: int
 ) -> None:
     unroll, burn_in, length, stride = rule
     random = Random(seed)
     state = (torch.zeros(1, 2),)
     store = ReplayStore(
-        BOX, CHOICE, num_slots=slots, capacity=max(60, 3 * (unroll + burn_in + 1)), mode=mode, unroll_length=unroll, burn_in=burn_in,
+        BOX, CHOICE, num_slots=slots, capacity=max(60, 3 * (unroll + burn_in + stack)), mode=mode, unroll_length=unroll, burn_in=burn_in,
         stride=min(stride, unroll), block_length=length, state=state, host_gib=20_000 / GIB, file_gib=30_000 / GIB, compress=compress, batch_size=5,
-        seed=seed % 1000, max_uses=3 if mode == "recent" else None,
+        seed=seed % 1000, max_uses=3 if mode == "recent" else None, frame_stack=stack,
     )  # fmt: skip
     count, run = np.zeros(slots, int), np.zeros(slots, int)
     for step in range(400):
@@ -119,6 +119,11 @@ def test_every_draw_is_whole_whatever_the_lengths(
             if batch is None:
                 continue
             rows = batch.obs["observation"]
+            if stack > 1:
+                back = torch.arange(stack - 1, -1, -1)
+                shown = (rows[:, :, -1:, 0] % 1000 - back).clamp_min(0)
+                assert torch.equal(rows[..., 0] % 1000, shown)
+                rows = rows[:, :, -1]
             number = rows[..., 0] % 1000
             assert (rows[..., 1] == batch.slots).all()
             assert (rows[..., 0] // 1000 == rows[0, :, 0] // 1000).all()

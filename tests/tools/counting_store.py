@@ -33,16 +33,19 @@ class CountingStore:
     """Observations are (slot, run, number of the row in the run), and everything else follows from the number.
 
     Args: unroll, burn_in, length, stride: of the rule; stride None: unroll. batch: of the queue's formula. extra: blocks beyond it.
-        mode: "queue", "uniform", "recent", "prioritized". episode: rows of an episode, None: a run is one.
+        history: frames before each, which batches show. mode: "queue", "uniform", "recent", "prioritized". episode: rows of an episode, None: a run is one.
     """
 
     def __init__(
         self, slots: int, unroll: int, burn_in: int, length: int, batch: int = 1, extra: int = 0, max_lag: int | None = None,
         *, stride: int | None = None, mode: str = "queue", limiter: Limiter = FREE, max_uses: int | None = None,
         episode: int | None = None, cross_episodes: bool = True, seed: int = 0, alpha: float = 1.0, beta: float = 1.0,
-        over_store: bool = False, remover: str = "oldest",
+        over_store: bool = False, remover: str = "oldest", history: int = 0,
     ) -> None:  # fmt: skip
-        self.rule, self.batch = UnrollRule(unroll, burn_in, length, stride or unroll), batch
+        self.rule, self.batch = (
+            UnrollRule(unroll, burn_in, length, stride or unroll, history),
+            batch,
+        )
         ring = mode != "queue"
         held = slots * self.rule.blocks_held
         blocks = (held if ring else queue_blocks(self.rule, slots, batch)) + extra
@@ -116,6 +119,10 @@ class CountingStore:
         found, burn_in = [], self.rule.burn_in
         for b, slot in enumerate(batch.slots.tolist()):
             rows = batch.obs["observation"][:, b]
+            if self.rule.history:
+                stacks, rows = rows, rows[:, -1]
+                assert (stacks[..., :2] == rows[:, None, :2]).all()
+                assert stacks[..., 2].tolist() == [self.stack(int(row)) for row in rows[:, 2]]
             assert (rows[:, 0] == slot).all() and (rows[:, 1] == rows[0, 1]).all()
             begin = int(rows[burn_in, 2])
             assert begin % self.rule.stride == 0
@@ -129,3 +136,8 @@ class CountingStore:
             assert batch.state[0][b].tolist() == [expected[0], slot]
             found.append((slot, int(rows[0, 1]), begin))
         return found
+
+    def stack(self, number: int) -> list[int]:
+        """Numbers of the rows whose frames stand with that of a row."""
+        begin = number - number % self.episode if self.episode else 0
+        return [max(number - back, begin) for back in range(self.rule.history, -1, -1)]
