@@ -14,7 +14,7 @@ class FrameHistory:
     As Gymnasium's FrameStackObservation does with padding "reset", the episode's first frame stands for those before it. Nothing here looks at a
     number or makes one of the host's, so that a CUDA graph can hold it.
 
-    Args: frames: one frame of each leaf, [...] each, for shapes and dtypes.
+    Args: frames: of each leaf one, [...], which stands for those that no slot has sent yet.
     """
 
     def __init__(self, frames: Sequence[Tensor], num_slots: int, stack: int, device: torch.device) -> None:  # fmt: skip
@@ -23,7 +23,7 @@ class FrameHistory:
             num_slots + 1, dtype=torch.int64, device=device
         )  # frames of the episode before the newest
         self._memory = [
-            torch.zeros((num_slots + 1) * stack, *frame.shape, dtype=frame.dtype, device=device)
+            frame.to(device).repeat((num_slots + 1) * stack, *(1 for _ in frame.shape))
             for frame in frames
         ]  # a slot's are a ring: the episode's frame number k at k % F
         self._back = torch.arange(stack - 1, -1, -1, device=device)
@@ -38,8 +38,8 @@ class FrameHistory:
         Args: slots: int64 [B], each at most once but for those below 0, which are nobody's. first: bool [B], the frame begins an episode.
             frames: [B, ...] of each leaf. into: contiguous [B, F, ...] of each.
         """
-        slots = torch.where(slots < 0, self._nobody, slots)
-        age = torch.where(first, 0, self._age.index_select(0, slots) + 1)
+        slots = slots.masked_fill(slots < 0, self._nobody)
+        age = (self._age.index_select(0, slots) + 1).masked_fill(first, 0)
         self._age.index_copy_(0, slots, age)
         ring = slots * self._stack
         newest = ring + age % self._stack

@@ -132,8 +132,8 @@ class PolicyStep:
         self._seen = self._frames  # by the policy
         self._history: FrameHistory | None = None
         if frame_stack > 1:
-            singles = [_indexable(frame) for frame in self._frames.values()]
-            self._history = FrameHistory([frame[0] for frame in singles], slab.layout.num_slots, frame_stack, device)  # fmt: skip
+            frames = [_indexable(torch.from_numpy(leaf))[0] for leaf in slab.obs.values()]
+            self._history = FrameHistory(frames, slab.layout.num_slots, frame_stack, device)
             self._seen = {name: frame.new_empty(max_rows, frame_stack, *frame.shape[1:]) for name, frame in self._frames.items()}  # fmt: skip
         reward = self._staged("reward", slab.reward, max_rows, self._store_apart)
         flags = self._staged("flags", slab.flags, max_rows, self._store_apart)

@@ -245,7 +245,7 @@ def stacked_rows(rows: Tensor, first: Tensor, history: int) -> Tensor:
     Args: first: bool [B, history + R], the row begins an episode; none is before the first of `rows`.
     """
     number = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
-    begin = torch.where(first, number, 0).cummax(1).values[:, history:]
+    begin = number.masked_fill(~first, 0).cummax(1).values[:, history:]
     back = torch.arange(-history, 1, device=rows.device)
     at = torch.maximum(number[:, history:].unsqueeze(2) + back, begin.unsqueeze(2))
     return rows.gather(1, at.flatten(1)).view(at.shape)

@@ -106,18 +106,18 @@ def fill(slab: Slab, rng: np.random.Generator) -> None:
 class Pair:
     """The same policy in both steps, each with a slab, a storage and an appender of its own."""
 
-    def __init__(self, spec: EnvSpec, core: str, graphs: bool, seed: int = 5) -> None:
+    def __init__(self, spec: EnvSpec, core: str, graphs: bool, seed: int = 5, stack: int = 1) -> None:  # fmt: skip
         torch.manual_seed(3)
-        policy = make_policy(PolicySection(core=core, core_size=8, hidden=[16]), spec).eval()
+        policy = make_policy(PolicySection(core=core, core_size=8, hidden=[16]), spec.stacked(stack)).eval()  # fmt: skip
         self.policy, self.spec, self.heads = policy, spec, Heads(spec.action, "squashed")
         rule = UnrollRule(4, 2, 4, 4)
         layout = BlockLayout.of(spec, self.heads.stored_specs(), state_leaves(policy), 200, rule)
         self.storages = [BlockStorage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for _ in range(2)]  # fmt: skip
         self.slabs = [a_slab(spec) for _ in range(2)]
         self.appenders = [Appender(storage, SLOTS, rule) for storage in self.storages]
-        self.plain = PolicyStep(policy, Heads(spec.action, "squashed"), self.slabs[0], SLOTS, seed, True, CPU, CPU, True)  # fmt: skip
+        self.plain = PolicyStep(policy, Heads(spec.action, "squashed"), self.slabs[0], SLOTS, seed, True, CPU, CPU, True, frame_stack=stack)  # fmt: skip
         self.device = DeviceStep(
-            policy, self.heads, self.slabs[1], SLOTS, seed, True, CPU, self.storages[1], graphs=graphs, buckets=[3, 8],
+            policy, self.heads, self.slabs[1], SLOTS, seed, True, CPU, self.storages[1], graphs=graphs, buckets=[3, 8], frame_stack=stack,
         )  # fmt: skip
         if self.plain._store_apart:
             self.storages[0].arrays = None
@@ -135,14 +135,16 @@ class Pair:
         self.device.answer(rows)
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
-@pytest.mark.parametrize("kind", ACTIONS)
+@pytest.mark.parametrize(
+    ("kind", "core", "stack"),
+    [*((kind, core, 1) for kind in ACTIONS for core in ("none", "lstm")), ("mixed", "none", 3)],
+)
 def test_greedy_rows_are_acted_and_stored_as_by_the_plain_step(
-    graphs: bool, kind: str, core: str
+    graphs: bool, kind: str, core: str, stack: int
 ) -> None:
     spec = a_spec(ACTIONS[kind], None)
     captured = RecordedGraph.captured
-    pair = Pair(spec, core, graphs)
+    pair = Pair(spec, core, graphs, stack=stack)
     assert RecordedGraph.captured - captured == (3 if graphs else 0), "3, 8 and 12 rows"
     pair.plain.greedy_for_all = pair.device.greedy_for_all = True
     rng = np.random.default_rng(0)

@@ -44,6 +44,21 @@ class Noted(Answer):
         return *super().forward(obs, state, first), {"again": again, "count": obs[..., 2].long()}
 
 
+class Stacked(_Known):
+    """`Answer` to the newest of several frames, with all of them stored again beside the row as it was acted on."""
+
+    def __init__(self, num_inputs: int, frames: int) -> None:
+        super().__init__(num_inputs)
+        self.frames = frames
+
+    def extra_leaves(self):
+        return {"seen": (torch.float32, (self.frames, 3))}
+
+    def forward(self, obs, state, first):
+        env = obs[..., -1, 0]
+        return _one_hot(3 * env + 1, self.num_inputs), env + 0 * self.bias, state, {"seen": obs}
+
+
 class Count(_Known):
     """Recurrent: the state grows by one a row, the action is the state that entered the row (cases 6, 7, 11)."""
 
@@ -103,6 +118,10 @@ def answer(spec, num_inputs, config):
 
 def noted(spec, num_inputs, config):
     return Noted(num_inputs)
+
+
+def stacked(spec, num_inputs, config):
+    return Stacked(num_inputs, spec.observation[0].stack)
 
 
 def count(spec, num_inputs, config):
