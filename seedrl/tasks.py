@@ -12,12 +12,11 @@ def atari(
     game: str = "ALE/Breakout-v5",
     render_mode: str | None = None,
     frame_skip: int = 4,
-    stack: int = 4,
     noop_max: int = 30,
     terminal_on_life_loss: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """An Atari game as uint8 [stack, 84, 84]: grey frames, the newest last, `frame_skip` frames of the game a step.
+    """An Atari game as uint8 [84, 84]: single grey frames, `frame_skip` frames of the game a step; `env.frame_stack` stacks them.
 
     Args:
         game: an id of the Arcade Learning Environment. kwargs: for it, as repeat_action_probability.
@@ -33,13 +32,12 @@ def atari(
             )
     import ale_py
     import gymnasium
-    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+    from gymnasium.wrappers import AtariPreprocessing
 
     gymnasium.register_envs(ale_py)
     env = gymnasium.make(
         game, render_mode=render_mode, frameskip=1, disable_env_checker=True, **kwargs
     )
-    env = AtariPreprocessing(
+    return AtariPreprocessing(
         env, noop_max=noop_max, frame_skip=frame_skip, terminal_on_life_loss=terminal_on_life_loss
     )
-    return FrameStackObservation(env, stack)
