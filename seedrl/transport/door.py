@@ -163,7 +163,9 @@ class Door:
 
     def hear(self, fd: int) -> None:
         """Reads one message of the connection `fd`; its end, or nonsense, is the end of the lease."""
-        lease = self.leases[fd]
+        lease = self.leases.get(fd)
+        if lease is None:  # ended by what was heard from another just before
+            return
         try:
             data = lease.connection.recv(MAX_MESSAGE_BYTES)
         except BlockingIOError:

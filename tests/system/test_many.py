@@ -30,6 +30,7 @@ def _serve(tmp_path: Path, *more: object, prefix: list[str] | None = None) -> Co
         "cartpole",
         "run.max_seconds=6000",
         "evaluation.episodes=0",
+        "run.stop_at_return=null",  # a slow machine gives it time to learn
         "run.log_every_s=0.2",
         "--listen",
         "tcp://127.0.0.1:0",
@@ -106,7 +107,7 @@ def test_comings_and_goings_leak_no_seat_descriptor_or_memory(tmp_path: Path) ->
                     group.view.flags[...] = 0
                     group.view.first[...] = 1
                     group.publish()
-                assert all(group.wait() for group in local.groups)
+                assert all(group.wait() for group in local.groups), server.text()
                 member = Member(context, address, 3, number)
                 while not member.seated:
                     kind, header, _ = member.hear()
